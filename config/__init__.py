@@ -1,0 +1,1 @@
+"""Templates of TorchServe's configuration files, installed as `ifb_handler.config`."""

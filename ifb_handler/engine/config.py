@@ -1,0 +1,129 @@
+"""The engine's options. Each is a key under `handler:` in model-config.yaml and a keyword of `Engine(...)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ifb_handler.engine.errors import ConfigError
+
+_COUNTS = (
+    "max_model_len",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_waiting",
+    "num_gpu_blocks_override",
+    "default_max_tokens",
+    "num_threads",
+)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Validated on construction; a bad value raises ConfigError naming the key, the value and what is allowed.
+
+    model                      `smollm2-135m` (embedded default), a Hugging Face folder, a GGUF file, or a hub id
+    tokenizer                  a tokenizer from elsewhere: folder, tokenizer.json or hub id; None: the model's own
+    served_model_name          the name in answers; None: the model's own
+    dtype                      auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's own on a GPU
+    device                     auto, cpu, cuda or cuda:N
+    max_model_len              prompt plus answer, in tokens; None: what the model was trained for
+    block_size                 tokens in a KV page
+    max_num_seqs               most requests in the running batch
+    max_num_batched_tokens     token budget of one step: decodes first, then prefill chunks; None: 256 on a CPU, 2048 on
+                               a GPU, and never less than max_num_seqs
+    max_num_waiting            most requests in the waiting queue; one more is refused (503)
+    num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
+    gpu_memory_utilization     on a GPU, the share of its memory that weights and pool together may take
+    cpu_kv_cache_gib           on a CPU, the pool's size
+    default_max_tokens         max_tokens of a plain body or raw text that names none
+    seed                       seeds the requests that bring no seed of their own; None: from the system
+    attention_backend          auto, triton, cpu or torch
+    num_threads                threads of torch and the CPU kernels; None: torch's own choice
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_num_waiting: int = 1024
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_cache_gib: float = 1.0
+    default_max_tokens: int = 256
+    seed: int | None = None
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, object]) -> EngineConfig:
+        """From model-config.yaml's `handler:` section. An unknown key is an error that names it and the nearest one."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"{key}: not an option of the engine; {hint}the options are {', '.join(known)}")
+        return cls(**options)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for name, hint in hints.items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "triton", "cpu", "torch"))
+        if self.device not in ("auto", "cpu", "cuda") and not (
+            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        ):
+            raise ConfigError(f"device: {self.device!r} is not auto, cpu, cuda or cuda:N")
+        if not self.model:
+            raise ConfigError("model: '' is not a model's name, folder or file")
+        for name in _COUNTS:
+            _at_least_one(name, getattr(self, name))
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs "
+                f"({self.max_num_seqs}): every running request must be able to decode in each step"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
+        if not (math.isfinite(self.cpu_kv_cache_gib) and self.cpu_kv_cache_gib > 0):
+            raise ConfigError(f"cpu_kv_cache_gib: {self.cpu_kv_cache_gib} is not above 0")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed: {self.seed} is not from 0 to 2**64 - 1")
+
+
+def _typed(name: str, value: object, hint: object) -> object:
+    """`value` if it is of the type `hint` (an integer passes for a float); raises ConfigError otherwise."""
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return value
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, tuple(allowed)):
+        names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)  # type: ignore[union-attr]
+        raise ConfigError(f"{name}: {value!r} is of type {type(value).__name__}, not {names}")
+    return value
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name}: {value} is not at least 1")

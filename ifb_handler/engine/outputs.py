@@ -1,0 +1,90 @@
+"""What the engine says of a request: plain data, safe to hand to another thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. `stop` and `length` are the OpenAI values; the others never reach a successful answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    __str__ = str.__str__
+
+
+@dataclass
+class RequestTimes:
+    """`time.monotonic()` seconds; None until it happens."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """News of one request since the last output for it (`Engine.generate` adds the news up: there it is the whole).
+
+    text, token_ids         what is new; text can lag behind the ids (half a character, the beginning of a stop string)
+    num_generated_tokens    the total so far
+    finish_reason           set on the last output only
+    stop_reason             the stop string or stop token id that ended it; None for the model's own EOS
+    error                   what went wrong, with finish_reason `error`
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(0.0))
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration, for whoever draws or tests it. Ids are request ids; `seconds` is by section of the step."""
+
+    step: int
+    started: float
+    duration: float
+    waiting: tuple[str, ...]
+    prefill: tuple[tuple[str, int], ...]
+    decode: tuple[str, ...]
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+    used_blocks: int
+    total_blocks: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges of now and counters since start, by their meaning in vLLM's metrics."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    used_blocks: int
+    total_blocks: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    request_success: dict[str, int]
+    num_steps: int
+
+    @property
+    def kv_cache_usage_perc(self) -> float:
+        """Used share of the pool, 0 to 1 (vLLM's name says percent, its value is a fraction)."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0

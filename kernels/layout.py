@@ -1,0 +1,44 @@
+"""What an attention kernel is told about one ragged batch, and where keys and values lie in the paged pool.
+
+One iteration of in-flight batching runs decode rows (one query token) and prefill chunks (many query tokens) side by
+side. All tokens lie on one flat axis; a *row* is one sequence's share of it. Pages hold `block_size` tokens and are
+found through block tables, after PagedAttention (Kwon et al., SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """The shape of one ragged batch of R rows and T tokens; all tensors lie on the device of the KV pool.
+
+    query_starts   int32 [R + 1]     row r owns the flat tokens query_starts[r] : query_starts[r + 1]
+    context_lens   int32 [R]         tokens of row r in the pool after this step's keys are written; the row's queries
+                                     are its last `query_starts[r + 1] - query_starts[r]` positions
+    block_tables   int32 [R, B]      physical page of each logical page; entries past ceil(context_len / block_size) are
+                                     never read. Rows may be strided, the last axis is contiguous
+    slot_mapping   int64 [T]         where each token's key and value go: page * block_size + offset in the page
+    max_query_len, max_context_len   the largest of each over the rows
+    """
+
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_context_len: int
+
+
+class LayerKV(NamedTuple):
+    """The pages of one layer. The first axis of both is the physical page, so a page can be copied as it is.
+
+    The order of the other axes is the attention backend's own business (see `backend.py`).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
