@@ -25,7 +25,7 @@ class AttentionBackend(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> list[LayerKV]:
-        """Make the pool's memory in this backend's own layout: 2 * block_size * num_kv_heads * head_dim values a page."""
+        """Make the pool's memory in its own layout, 2 * block_size * num_kv_heads * head_dim values a page."""
 
     @abstractmethod
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
