@@ -55,7 +55,14 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One iteration, for whoever draws or tests it. Ids are request ids; `seconds` is by section of the step."""
+    """One iteration, for whoever draws or tests it.
+
+    started, duration    `time.perf_counter()` seconds
+    waiting              request ids left in the queue once the step was filled
+    prefill, decode      request ids that were in the step, each prefill with the tokens of its chunk
+    used_blocks          pages owned while the step ran
+    seconds              by section: scheduling, gemm, attention, rest, sampling, bookkeeping; empty if the step failed
+    """
 
     step: int
     started: float

@@ -1,0 +1,202 @@
+"""One iteration of in-flight batching: schedule -> execute -> sample -> commit. No threads, no clocks but for records.
+
+`EngineCore` is driven by one thread (see `engine.py`), or step by step by a test.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ifb_handler.engine.batch import Batch
+from ifb_handler.engine.executor import Executor
+from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
+from ifb_handler.engine.request import Request, RequestState
+from ifb_handler.engine.sampler import Sampler, SamplerState
+from ifb_handler.engine.scheduler import Schedule, Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The news of each request that a step brought forward or ended, and the record of the step."""
+
+    outputs: list[RequestOutput]
+    record: StepRecord
+
+
+class EngineCore:
+    """The scheduler, the pool, the executor and the sampler of one model, and the requests that are alive."""
+
+    def __init__(
+        self, executor: Executor, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int | None = None
+    ) -> None:
+        budget = max_num_batched_tokens or max(executor.max_num_batched_tokens, max_num_seqs)
+        self.executor = executor
+        self.pool = KVPool(executor.num_blocks, block_size, max_num_seqs, executor.max_model_len)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget)
+        self.sampler = Sampler(SamplerState(max_num_seqs))
+        self.requests: dict[str, Request] = {}
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = {reason.value: 0 for reason in FinishReason}
+
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens of one request, prompt and answer: the model's length, or all of a pool smaller than that."""
+        return min(self.executor.max_model_len, self.pool.num_blocks * self.pool.block_size)
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose prompt has been found to fit."""
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its pages are free when this returns. None if it is not alive."""
+        request = self.requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> StepResult | None:
+        """Run one iteration; None at once if there is nothing to run.
+
+        A failure to execute or sample ends the requests of this step with an error, and only those.
+        """
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if not schedule.num_tokens:
+            return None
+        self.num_preemptions += len(schedule.preempted)
+        for request in schedule.num_tokens:
+            if request.times.scheduled is None:
+                request.times.scheduled = time.monotonic()
+        prefill = tuple((r.request_id, n) for r, n in schedule.num_tokens.items() if r.state is RequestState.PREFILL)
+        decode = tuple(r.request_id for r in schedule.num_tokens if r.state is RequestState.DECODE)
+        seconds: dict[str, float] = {}
+        used_blocks = self.pool.num_used
+        try:
+            batch = Batch.build(schedule.num_tokens, self.pool)
+            scheduled = time.perf_counter()
+            logits = self.executor.execute(batch)
+            executed = time.perf_counter()
+            failed, token_ids = self._sample(batch, logits)
+            sampled = time.perf_counter()
+        except Exception as error:
+            logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
+            outputs = [self._fail(r, f"the step failed: {error}") for r in schedule.num_tokens]
+            self.executor.take_seconds()
+        else:
+            outputs = self._commit(schedule, batch, token_ids, failed)
+            committed = time.perf_counter()
+            seconds = self.executor.take_seconds()
+            seconds["rest"] = executed - scheduled - sum(seconds.values())
+            seconds |= {"scheduling": scheduled - started, "sampling": sampled - executed}
+            seconds["bookkeeping"] = committed - sampled
+        record = StepRecord(
+            step=self.num_steps,
+            started=started,
+            duration=time.perf_counter() - started,
+            waiting=tuple(r.request_id for r in self.scheduler.waiting),
+            prefill=prefill,
+            decode=decode,
+            preempted=tuple(r.request_id for r in schedule.preempted),
+            finished=tuple(o.request_id for o in outputs if o.finished),
+            used_blocks=used_blocks,
+            total_blocks=self.pool.num_blocks,
+            seconds=seconds,
+        )
+        self.num_steps += 1
+        return StepResult(outputs, record)
+
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> tuple[set[int], list[int]]:
+        """-> the sampling rows that failed (indices into `sample_rows`), and a token for each sampling row."""
+        if not len(batch.sample_rows):
+            return set(), []
+        rows = [batch.requests[row] for row in batch.sample_rows.tolist()]
+        slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
+        generated = np.fromiter((r.num_generated for r in rows), np.int64, len(rows))
+        token_ids, bad = self.sampler.sample(logits, torch.from_numpy(slots), torch.from_numpy(generated))
+        return set(bad), token_ids.tolist()
+
+    def _commit(self, schedule: Schedule, batch: Batch, token_ids: list[int], failed: set[int]) -> list[RequestOutput]:
+        for request, count in schedule.num_tokens.items():
+            request.num_computed += count
+        outputs = []
+        for i, (row, token_id) in enumerate(zip(batch.sample_rows.tolist(), token_ids, strict=True)):
+            request = batch.requests[row]
+            if i in failed:
+                outputs.append(self._fail(request, "the model's logits are not numbers (NaN)"))
+            else:
+                outputs.append(self._append(request, token_id))
+        return outputs
+
+    def _append(self, request: Request, token_id: int) -> RequestOutput:
+        if request.state is RequestState.PREFILL:
+            request.move(RequestState.DECODE)
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+            self.prompt_tokens += request.num_prompt_tokens
+        request.tokens.append(token_id)
+        self.generation_tokens += 1
+        try:
+            news = request.text.append(token_id)
+        except Exception as error:  # one request's text must not end its neighbours
+            logger.exception("request %s: its text could not be made", request.request_id)
+            return self._fail(request, f"the text of token {token_id} could not be made: {error}")
+        output = self._output(request) if news.finish_reason is None else self._finish(request, news.finish_reason)
+        output.token_ids, output.text, output.stop_reason = [token_id], news.text, news.stop_reason
+        return output
+
+    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+        """Evict: the pages are free from here on."""
+        self.scheduler.remove(request)
+        del self.requests[request.request_id]
+        self.finished[reason.value] += 1
+        request.times.finished = time.monotonic()
+        request.finish_reason = reason
+        return self._output(request)
+
+    def _fail(self, request: Request, error: str) -> RequestOutput:
+        output = self._finish(request, FinishReason.ERROR)
+        output.error = error
+        return output
+
+    def _output(self, request: Request) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_generated_tokens=request.num_generated,
+            finish_reason=request.finish_reason,
+            times=request.times,
+        )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_requests_running=len(self.scheduler.running),
+            num_requests_waiting=len(self.scheduler.waiting),
+            used_blocks=self.pool.num_used,
+            total_blocks=self.pool.num_blocks,
+            num_preemptions=self.num_preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            request_success=dict(self.finished),
+            num_steps=self.num_steps,
+        )
+
+    def check(self) -> None:
+        """Prove that pool, scheduler and requests agree; else RuntimeError."""
+        self.scheduler.check()
+        alive = [*self.scheduler.running, *self.scheduler.waiting]
+        if {r.request_id for r in alive} != set(self.requests) or len(alive) != len(self.requests):
+            raise RuntimeError("engine: a live request is neither running nor waiting, or both")

@@ -1,0 +1,34 @@
+"""What the engine asks of whatever computes the next tokens: a model, or a cost model in its place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ifb_handler.engine.batch import Batch
+
+
+class Executor(ABC):
+    """Runs one batch at a time.
+
+    num_blocks              pages in the pool
+    max_model_len           most tokens of a sequence, prompt and answer together
+    vocab_size              width of the logits
+    max_num_batched_tokens  the step's token budget that suits it, where the configuration names none
+    eos_token_ids           token ids that end an answer
+    """
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    @abstractmethod
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Write the batch's keys and values to their pages -> logits, float32 [S, V], of the rows that sample."""
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by section since the last call (`gemm`, `attention`); empty where nothing is measured."""
+        return {}

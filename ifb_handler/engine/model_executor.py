@@ -1,0 +1,93 @@
+"""The executor that serves: a decoder with real weights on one device, and the pool's memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ifb_handler.engine.batch import Batch
+from ifb_handler.engine.config import EngineConfig
+from ifb_handler.engine.errors import ConfigError
+from ifb_handler.engine.executor import Executor
+from ifb_handler.models.loading import load_model
+from ifb_handler.models.progress import Progress
+from ifb_handler.models.source import ModelFiles
+from ifb_kernels.backend import select_backend
+from ifb_kernels.layout import RaggedLayout
+
+_GIB = 1 << 30
+_DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+
+
+class ModelExecutor(Executor):
+    """Loads `files` as `config` says. Raises ConfigError, and what loading raises."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles, progress: Progress | None = None) -> None:
+        self.device = _device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        override = None if config.attention_backend == "auto" else config.attention_backend
+        self.backend = select_backend(self.device, override)
+        self.model = load_model(files, dtype=config.dtype, device=self.device, backend=self.backend, progress=progress)
+        shape = self.model.config
+        self.vocab_size = shape.vocab_size
+        self.eos_token_ids = self.model.eos_token_ids
+        self.max_model_len = _max_model_len(config.max_model_len, shape.max_model_len)
+        self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]
+        page = 2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        self.num_blocks = config.num_gpu_blocks_override or min(useful, self._memory_for_pages(config) // page)
+        if self.num_blocks < 1:
+            raise ConfigError(f"the KV pool has no room for one page of {page} bytes beside the weights")
+        self.pool_bytes = self.num_blocks * page
+        self.pages = self.backend.allocate(
+            shape.num_layers,
+            self.num_blocks,
+            config.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            self.device,
+        )
+
+    def _memory_for_pages(self, config: EngineConfig) -> int:
+        if self.device.type == "cpu":
+            return int(config.cpu_kv_cache_gib * _GIB)
+        free, total = torch.cuda.mem_get_info(self.device)
+        # The weights are loaded: what is used by now, with a tenth of it for the step's activations, is not for pages.
+        return int(total * config.gpu_memory_utilization) - int((total - free) * 1.1)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> torch.Tensor:
+        counts = batch.query_starts[1:] - batch.query_starts[:-1]
+        layout = RaggedLayout(
+            query_starts=self._put(batch.query_starts),
+            context_lens=self._put(batch.context_lens),
+            block_tables=self._put(batch.block_tables),
+            slot_mapping=self._put(batch.slot_mapping),
+            max_query_len=int(counts.max()),
+            max_context_len=int(batch.context_lens.max()),
+        )
+        decoder = self.model.decoder
+        hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
+        return decoder.logits(hidden[self._put(batch.sample_tokens)])
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def take_seconds(self) -> dict[str, float]:
+        return self.model.decoder.stopwatch.take()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} asks for a GPU, and torch finds none here")
+    return torch.device(name)
+
+
+def _max_model_len(wanted: int | None, trained: int) -> int:
+    if wanted is not None and wanted > trained:
+        raise ConfigError(f"max_model_len: {wanted} is more than the {trained} that the model was made for")
+    return wanted or trained

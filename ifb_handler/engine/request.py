@@ -1,0 +1,80 @@
+"""A request: what a frontend hands over, and the state machine that the engine keeps of it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ifb_handler.engine.outputs import FinishReason, RequestTimes
+from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.stopping import TextAssembler
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and how to continue it. `request_id` must not be that of another live request."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_NEXT_STATES = {
+    RequestState.WAITING: {RequestState.PREFILL, RequestState.FINISHED},
+    RequestState.PREFILL: {RequestState.DECODE, RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.DECODE: {RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.WAITING},
+    RequestState.FINISHED: set(),
+}
+
+
+class Request:
+    """The engine's own record of a live request; only the engine thread touches it.
+
+    tokens          prompt and generated ids together: after a preemption all of them are prefilled again
+    num_computed    how many of `tokens` have their keys and values in the pool
+    slot            the row of the pool's block tables while it runs, else None
+    seed            its own, or one drawn for it; with the index of a token it decides that token's draw
+    """
+
+    def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: TextAssembler) -> None:
+        self.request_id = request.request_id
+        self.params = request.params
+        self.arrival = arrival
+        self.seed = seed
+        self.text = text
+        self.tokens = array("q", request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.num_computed = 0
+        self.slot: int | None = None
+        self.state = RequestState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.times = RequestTimes(arrived=time.monotonic())
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id} {self.state.value} {self.num_computed}/{len(self.tokens)} slot {self.slot}>"
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose keys and values are still to be computed: one while decoding, a prompt's rest in prefill."""
+        return len(self.tokens) - self.num_computed
+
+    def move(self, state: RequestState) -> None:
+        if state not in _NEXT_STATES[self.state]:
+            raise RuntimeError(f"{self!r} cannot become {state.value}")
+        self.state = state

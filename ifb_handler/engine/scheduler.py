@@ -1,0 +1,119 @@
+"""Iteration-level scheduling: before every step decide anew which sequences run, and how many tokens of each.
+
+Orca (Yu et al., OSDI 2022) for scheduling by iteration; Sarathi-Serve (Agrawal et al., OSDI 2024) for one token budget
+spent on decodes first, then on running prefills, then on new requests, so that no prompt ever stalls a running answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.request import Request, RequestState
+
+
+@dataclass
+class Schedule:
+    """One step: tokens to compute by request, decodes first; and who lost its pages to make room."""
+
+    num_tokens: dict[Request, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served.
+
+    `waiting` and `running` are each in the order of arrival, and every running request arrived before every waiting
+    one: a preempted request is the latest of the running ones, and goes back to the head of the queue.
+    """
+
+    def __init__(self, pool: KVPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Schedule:
+        """Fill one step. It is empty only if nothing waits and nothing runs."""
+        step = Schedule()
+        budget = self.max_num_batched_tokens
+        for request in [r for r in self.running if r.state is RequestState.DECODE]:
+            if request.state is RequestState.DECODE and self._make_room(request, step):
+                step.num_tokens[request] = 1
+                budget -= 1
+        for request in [r for r in self.running if r.state is RequestState.PREFILL]:
+            budget -= self._take_chunk(request, budget, step)
+        while self.waiting and budget and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
+            budget -= self._take_chunk(self.running[-1], budget, step)
+        return step
+
+    def _take_chunk(self, request: Request, budget: int, step: Schedule) -> int:
+        chunk = min(request.num_pending, budget)
+        if chunk:
+            step.num_tokens[request] = chunk
+        return chunk
+
+    def _make_room(self, request: Request, step: Schedule) -> bool:
+        """A page for the next token of `request`, if need be from the latest arrival, which may be `request` itself."""
+        while not self.pool.extend(request.slot, request.num_computed + 1):
+            victim = self.running[-1]
+            self._preempt(victim)
+            step.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """By recompute: its pages go, its tokens stay, and it waits to be prefilled again."""
+        self.running.remove(victim)
+        self.pool.close(victim.slot)
+        victim.slot = None
+        victim.num_computed = 0
+        victim.move(RequestState.PREEMPTED)
+        victim.move(RequestState.WAITING)
+        self.waiting.appendleft(victim)
+
+    def _admit(self, request: Request) -> bool:
+        """Start the head of the queue if pages for all its tokens are free; a prefill never runs out of pages midway.
+
+        A page for each running sequence is left free: without it a full pool would admit a request only to preempt it
+        a few steps later. With nothing running any request fits (the engine refuses those that never could).
+        """
+        if self.running and self.pool.pages_for(len(request.tokens) + 1) > self.pool.num_free - len(self.running):
+            return False
+        self.waiting.popleft()
+        request.slot = self.pool.open()
+        self.pool.extend(request.slot, len(request.tokens))
+        request.move(RequestState.PREFILL)
+        self.running.append(request)
+        return True
+
+    def remove(self, request: Request) -> None:
+        """Evict a request that has ended, wherever it is; its pages are free at once."""
+        if request.slot is None:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self.pool.close(request.slot)
+            request.slot = None
+        request.move(RequestState.FINISHED)
+
+    def check(self) -> None:
+        """The pool's books, and that they agree with the requests'; else RuntimeError."""
+        self.pool.check()
+        arrivals = [r.arrival for r in self.running] + [r.arrival for r in self.waiting]
+        if arrivals != sorted(arrivals):
+            raise RuntimeError(f"scheduler: not in order of arrival: {arrivals}")
+        for request in self.running:
+            if request.slot is None or request.num_computed > self.pool.num_pages[request.slot] * self.pool.block_size:
+                raise RuntimeError(f"scheduler: {request!r} runs without the pages it needs")
+        if any(r.slot is not None or r.num_computed for r in self.waiting):
+            raise RuntimeError("scheduler: a waiting request holds a slot")
+        held = sum(int(self.pool.num_pages[r.slot]) for r in self.running)
+        if held != int(self.pool.num_pages.sum()):
+            raise RuntimeError("scheduler: pages are held by no running request")
