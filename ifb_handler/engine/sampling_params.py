@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ifb_handler.engine.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class SamplingParams:
 
     max_tokens                 most tokens to generate, >= 1; None means up to the model's length
     min_tokens                 no stop of any kind before this many tokens, >= 0
-    temperature                0 to 2; 0 is greedy
+    temperature                0 to 2; 0 is greedy, and so is anything below 1e-5
     top_k                      keep the k most likely tokens; 0 or -1 keeps all
     top_p                      keep the smallest set of tokens whose probabilities reach it, (0, 1]
     min_p                      drop tokens less likely than min_p times the likeliest, [0, 1]
@@ -43,7 +44,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

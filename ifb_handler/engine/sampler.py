@@ -1,0 +1,216 @@
+"""Chooses the next token of every row of a step at once.
+
+Filters come in the order of Hugging Face's `generate`: temperature, top_k, top_p, min_p. (vLLM applies min_p before
+top_k and top_p; the sets differ only where min_p and top_p are both given, as top_p then measures what min_p left.)
+
+Draws are counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the uniform number of a
+request's i-th token is a hash of (seed, i), so neither neighbours nor preemption can change it. The hash is SplitMix64
+(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Probabilities are summed as
+integers: integer sums are exact in whatever order a device adds them, so a row's draw is the same in every batch, and a
+token of weight zero can not be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ifb_handler.engine.sampling_params import SamplingParams
+
+INVALID_TOKEN = -1
+"""Stands in for a token where a row's logits hold NaN or +inf, or leave no token at all."""
+
+_WEIGHT_OF_ONE = 2.0**60
+_KEEP_ALL = 2**31 - 1
+# Rows that need their tokens in order are tried on this many candidates first: few rows need more, and a full sort
+# costs some thirty times as much.
+_CANDIDATES = (256, 4096)
+# Most elements of a chunk of rows: bounds the memory of the 8-byte copies of the logits (several times 8 bytes each).
+_CHUNK_ELEMENTS = {"cpu": 2**20}
+_CHUNK_ELEMENTS_OF_A_GPU = 2**25
+
+
+class SamplerState:
+    """The sampling settings of the running requests, by slot: small arrays on the host, of which a step gathers its rows."""
+
+    def __init__(self, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self.greedy = np.ones(max_num_seqs, dtype=bool)
+        self.needs_order = np.zeros(max_num_seqs, dtype=bool)
+        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.temperature = np.ones(max_num_seqs)
+        self.top_k = np.full(max_num_seqs, _KEEP_ALL, dtype=np.int64)
+        self.top_p = np.ones(max_num_seqs)
+        self.min_p = np.zeros(max_num_seqs)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        # What a request may not draw before min_tokens: its stop tokens, padded with INVALID_TOKEN.
+        self.stop_ids = np.full((max_num_seqs, max(1, len(self._eos_token_ids))), INVALID_TOKEN, dtype=np.int64)
+
+    def set(self, slot: int, params: SamplingParams, seed: int) -> None:
+        """Gives `slot` (0 to max_num_seqs - 1) to a request; overwrites all that its last holder left."""
+        top_k = params.top_k if params.top_k > 0 else _KEEP_ALL
+        self.greedy[slot] = params.greedy
+        self.needs_order[slot] = top_k < _KEEP_ALL or params.top_p < 1.0
+        self.seed[slot] = seed
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(top_k, _KEEP_ALL)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.min_tokens[slot] = params.min_tokens
+        if params.min_tokens:
+            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+            if len(stops) > self.stop_ids.shape[1]:
+                wider = np.full((len(self.stop_ids), len(stops)), INVALID_TOKEN, dtype=np.int64)
+                wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+                self.stop_ids = wider
+            self.stop_ids[slot] = INVALID_TOKEN
+            self.stop_ids[slot, : len(stops)] = sorted(stops)
+
+
+class Sampler:
+    """Samples with the settings that `state` holds for each slot."""
+
+    def __init__(self, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self.state = SamplerState(max_num_seqs, eos_token_ids)
+
+    def sample(self, logits: torch.Tensor, slots: Any, positions: Any) -> torch.Tensor:
+        """The chosen token ids: int64 [S], on the device of `logits`.
+
+        logits      float32 [S, V] on any device; not changed
+        slots       [S] integers on the host (list, numpy or CPU tensor): each row's slot
+        positions   [S] integers on the host: how many tokens the row's request has generated before this one
+
+        A row that can not be sampled (NaN, +inf, or nothing above -inf) yields INVALID_TOKEN; the others are as ever.
+        """
+        state, slots, positions = self.state, np.asarray(slots), np.asarray(positions)
+        early = np.flatnonzero(positions < state.min_tokens[slots])
+        if early.size:
+            logits = _without(logits, early, state.stop_ids[slots[early]])
+        chosen = logits.argmax(-1)
+        valid = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
+        random_rows = np.flatnonzero(~state.greedy[slots])
+        if random_rows.size:
+            limit = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_OF_A_GPU)
+            chunk = max(1, limit // logits.shape[1])
+            uniforms = uniform(state.seed[slots], positions)
+            for start in range(0, random_rows.size, chunk):
+                rows = random_rows[start : start + chunk]
+                drawn = self._draw(logits[_to_device(rows, logits)], slots[rows], uniforms[rows])
+                chosen[_to_device(rows, logits)] = drawn
+        return chosen.masked_fill_(~valid, INVALID_TOKEN)
+
+    def _draw(self, logits: torch.Tensor, slots: np.ndarray, uniforms: np.ndarray) -> torch.Tensor:
+        chosen = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
+        uniforms_there = _to_device(uniforms, logits)
+        for rows, ids, weights in kept_weights(logits, self.state, slots):
+            column = _invert(weights, uniforms_there[rows])
+            chosen[rows] = column if ids is None else ids.gather(1, column[:, None]).squeeze(1)
+        return chosen
+
+
+def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (uint64 seed, index), float64: multiples of 2**-53."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        # The seed is hashed first, so that neighbouring seeds do not walk one another's sequence.
+        state = _mix(seeds.astype(np.uint64) + golden) + (indices.astype(np.uint64) + np.uint64(1)) * golden
+        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def kept_weights(
+    logits: torch.Tensor, state: SamplerState, slots: np.ndarray
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """The distributions of random rows after all filters, as integer weights in proportion to the probabilities.
+
+    Yields (rows int64 [R], ids int64 [R, W] or None, weights int64 [R, W]); every row of `logits` [S, V] comes once.
+    `ids` are the token ids of the columns; None: column j is token j. Weight 0: filtered out.
+    """
+    settings = np.stack([state.temperature[slots], state.top_k[slots], state.top_p[slots], state.min_p[slots]])
+    temperature, top_k, top_p, min_p = _to_device(settings, logits)[..., None]
+    # The maximum goes first: the quotient of the best token is then 0 at any temperature, never inf.
+    scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.float())
+    probs = scores.softmax(-1)
+    needs_order = state.needs_order[slots]
+    if not needs_order.all():
+        rows = _to_device(np.flatnonzero(~needs_order), logits)
+        kept = probs if not needs_order.any() else probs[rows]
+        if state.min_p[slots].any():
+            kept = kept.masked_fill(kept < min_p[rows].float() * kept.amax(-1, keepdim=True), 0.0)
+        yield rows, None, _weights(kept)
+    rows = _to_device(np.flatnonzero(needs_order), logits)
+    vocab_size = logits.shape[1]
+    for width in (*_CANDIDATES, vocab_size):
+        if not len(rows):
+            return
+        if width > vocab_size:
+            continue
+        values, ids = _in_order(scores if len(rows) == len(scores) else scores[rows], width)
+        weights = _weights(probs[rows].gather(1, ids))
+        keep = _keep(values, weights, top_k[rows].long(), top_p[rows], min_p[rows])
+        # Tokens beyond the candidates are none of ours if the least one kept is above the last candidate. A row that
+        # can not be sampled is let go with whatever it has.
+        least = torch.where(keep, values, torch.inf).amin(-1)
+        done = (least > values[:, -1]) | values[:, 0].isnan() | (width == vocab_size)
+        yield rows[done], ids[done], weights.masked_fill_(~keep, 0)[done]
+        rows = rows[~done]
+
+
+def _keep(
+    values: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Which candidates stay: bool [R, W]. values: scores in falling order; weights: theirs; settings: [R, 1]."""
+    width = values.shape[1]
+    # Tokens as likely as the k-th stay too, as in transformers.
+    keep = values >= values.gather(1, (top_k - 1).clamp(max=width - 1))
+    total = torch.where(top_k < _KEEP_ALL, (weights * keep).sum(-1, keepdim=True).double(), _WEIGHT_OF_ONE)
+    before = weights.cumsum(-1) - weights
+    keep &= (before.double() < top_p * total) | (top_p >= 1.0)
+    return keep & (values.exp() >= min_p.float()) & (weights > 0)
+
+
+def _in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` highest scores in falling order and their token ids; equal scores in the order of their ids."""
+    if width < scores.shape[1]:
+        values, ids = scores.topk(width, sorted=False)
+    else:
+        values, ids = scores, torch.arange(width, device=scores.device).expand_as(scores)
+    # Scores are at most 0, so the bits of the negated score rise as the score falls. -(-0.0) and -(0.0) differ: abs.
+    key = (values.abs().view(torch.int32).long() << 32) | ids
+    key = key.sort(-1).values
+    return -(key >> 32).int().view(torch.float32), key & 0xFFFFFFFF
+
+
+def _weights(probs: torch.Tensor) -> torch.Tensor:
+    return (probs.double() * _WEIGHT_OF_ONE).long()
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first column whose running sum is above `uniforms` times the whole: int64 [R]."""
+    sums = weights.cumsum(-1)
+    total = sums[:, -1]
+    target = torch.minimum((uniforms * total.double()).long(), total - 1)
+    column = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
+    return column.clamp_(max=weights.shape[1] - 1)  # only a row that can not be sampled goes beyond
+
+
+def _without(logits: torch.Tensor, rows: np.ndarray, ids: np.ndarray) -> torch.Tensor:
+    """A copy with the `ids` [len(rows), W] of `rows` at -inf; ids outside the vocabulary are none."""
+    which, column = np.nonzero((ids >= 0) & (ids < logits.shape[1]))
+    if not which.size:
+        return logits
+    logits = logits.clone()
+    logits[_to_device(rows[which], logits), _to_device(ids[which, column], logits)] = -torch.inf
+    return logits
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _to_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
