@@ -17,7 +17,7 @@ from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
 from ifb_handler.engine.request import Request, RequestState
-from ifb_handler.engine.sampler import Sampler, SamplerState
+from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.engine.scheduler import Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class EngineCore:
         self.executor = executor
         self.pool = KVPool(executor.num_blocks, block_size, max_num_seqs, executor.max_model_len)
         self.scheduler = Scheduler(self.pool, max_num_seqs, budget)
-        self.sampler = Sampler(SamplerState(max_num_seqs))
+        self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_preemptions = 0
@@ -78,9 +78,9 @@ class EngineCore:
         if not schedule.num_tokens:
             return None
         self.num_preemptions += len(schedule.preempted)
-        for request in schedule.num_tokens:
-            if request.times.scheduled is None:
-                request.times.scheduled = time.monotonic()
+        for request in schedule.admitted:
+            self.sampler.state.set(request.slot, request.params, request.seed)
+            request.times.scheduled = request.times.scheduled or time.monotonic()
         prefill = tuple((r.request_id, n) for r, n in schedule.num_tokens.items() if r.state is RequestState.PREFILL)
         decode = tuple(r.request_id for r in schedule.num_tokens if r.state is RequestState.DECODE)
         seconds: dict[str, float] = {}
@@ -90,14 +90,14 @@ class EngineCore:
             scheduled = time.perf_counter()
             logits = self.executor.execute(batch)
             executed = time.perf_counter()
-            failed, token_ids = self._sample(batch, logits)
+            token_ids = self._sample(batch, logits)
             sampled = time.perf_counter()
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
             outputs = [self._fail(r, f"the step failed: {error}") for r in schedule.num_tokens]
             self.executor.take_seconds()
         else:
-            outputs = self._commit(schedule, batch, token_ids, failed)
+            outputs = self._commit(schedule, batch, token_ids)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = executed - scheduled - sum(seconds.values())
@@ -119,29 +119,24 @@ class EngineCore:
         self.num_steps += 1
         return StepResult(outputs, record)
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> tuple[set[int], list[int]]:
-        """-> the sampling rows that failed (indices into `sample_rows`), and a token for each sampling row."""
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[int]:
+        """A token for each of the batch's `sample_rows`."""
         if not len(batch.sample_rows):
-            return set(), []
+            return []
         rows = [batch.requests[row] for row in batch.sample_rows.tolist()]
         slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
         generated = np.fromiter((r.num_generated for r in rows), np.int64, len(rows))
-        token_ids, bad = self.sampler.sample(logits, torch.from_numpy(slots), torch.from_numpy(generated))
-        return set(bad), token_ids.tolist()
+        return self.sampler.sample(logits, slots, generated).tolist()
 
-    def _commit(self, schedule: Schedule, batch: Batch, token_ids: list[int], failed: set[int]) -> list[RequestOutput]:
+    def _commit(self, schedule: Schedule, batch: Batch, token_ids: list[int]) -> list[RequestOutput]:
         for request, count in schedule.num_tokens.items():
             request.num_computed += count
-        outputs = []
-        for i, (row, token_id) in enumerate(zip(batch.sample_rows.tolist(), token_ids, strict=True)):
-            request = batch.requests[row]
-            if i in failed:
-                outputs.append(self._fail(request, "the model's logits are not numbers (NaN)"))
-            else:
-                outputs.append(self._append(request, token_id))
-        return outputs
+        rows = batch.sample_rows.tolist()
+        return [self._append(batch.requests[row], token) for row, token in zip(rows, token_ids, strict=True)]
 
     def _append(self, request: Request, token_id: int) -> RequestOutput:
+        if token_id == INVALID_TOKEN:
+            return self._fail(request, "the model gave no usable logits (NaN, or no token allowed)")
         if request.state is RequestState.PREFILL:
             request.move(RequestState.DECODE)
         if request.times.first_token is None:

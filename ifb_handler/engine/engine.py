@@ -19,6 +19,7 @@ from typing import Any
 
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
+from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
 from ifb_handler.engine.errors import EngineStoppedError, QueueFullError, RequestError
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.mailbox import Mailbox
@@ -26,7 +27,7 @@ from ifb_handler.engine.model_executor import ModelExecutor
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
 from ifb_handler.engine.request import GenerationRequest, Request
 from ifb_handler.engine.sampling_params import SamplingParams
-from ifb_handler.engine.stopping import TextAssembler
+from ifb_handler.engine.stopping import OutputAssembler
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import resolve
 from ifb_handler.models.tokenizer import load_tokenizer
@@ -65,9 +66,12 @@ class Engine:
     def _start(self, config: EngineConfig, executor: Executor, tokenizer: Any, model_name: str) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer)
         self.model_name = model_name
         self.vocab_size = executor.vocab_size
         self.eos_token_ids = executor.eos_token_ids
+        self.weight_bytes = executor.weight_bytes
+        self.pool_bytes = executor.pool_bytes
         self._core = EngineCore(
             executor,
             block_size=config.block_size,
@@ -97,9 +101,8 @@ class Engine:
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
         limit = self._check_request(request)
-        text = TextAssembler(
-            request.params, self.eos_token_ids, limit, self.tokenizer, prompt_token_ids=request.prompt_token_ids
-        )
+        detokenizer = Detokenizer(self._vocabulary, request.prompt_token_ids, request.params.skip_special_tokens)
+        text = OutputAssembler(request.params, self.eos_token_ids, limit, detokenizer)
         with self._changed:
             if not self._accepting:
                 raise EngineStoppedError("the engine is shutting down and takes no new requests")
@@ -147,7 +150,7 @@ class Engine:
             return self._changed.wait_for(lambda: not self._mailboxes, timeout)
 
     def shutdown(self, finish: bool = False, timeout: float | None = None) -> None:
-        """Stop the thread. `finish`: let the live requests end first, for up to `timeout` seconds; the rest is aborted."""
+        """Stop the thread. `finish`: let live requests end first, for up to `timeout` seconds; the rest is aborted."""
         if finish:
             self.drain(timeout)
         with self._changed:

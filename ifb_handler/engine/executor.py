@@ -17,6 +17,8 @@ class Executor(ABC):
     vocab_size              width of the logits
     max_num_batched_tokens  the step's token budget that suits it, where the configuration names none
     eos_token_ids           token ids that end an answer
+    weight_bytes            memory of the weights
+    pool_bytes              memory of the pool's pages
     """
 
     num_blocks: int
@@ -24,6 +26,8 @@ class Executor(ABC):
     vocab_size: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    weight_bytes: int = 0
+    pool_bytes: int = 0
 
     @abstractmethod
     def execute(self, batch: Batch) -> torch.Tensor:

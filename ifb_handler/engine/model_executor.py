@@ -32,6 +32,7 @@ class ModelExecutor(Executor):
         shape = self.model.config
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = self.model.eos_token_ids
+        self.weight_bytes = self.model.weight_bytes
         self.max_model_len = _max_model_len(config.max_model_len, shape.max_model_len)
         self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]
         page = 2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize

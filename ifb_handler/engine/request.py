@@ -10,7 +10,7 @@ from enum import Enum
 
 from ifb_handler.engine.outputs import FinishReason, RequestTimes
 from ifb_handler.engine.sampling_params import SamplingParams
-from ifb_handler.engine.stopping import TextAssembler
+from ifb_handler.engine.stopping import OutputAssembler
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Request:
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
     """
 
-    def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: TextAssembler) -> None:
+    def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: OutputAssembler) -> None:
         self.request_id = request.request_id
         self.params = request.params
         self.arrival = arrival

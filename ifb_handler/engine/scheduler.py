@@ -15,9 +15,10 @@ from ifb_handler.engine.request import Request, RequestState
 
 @dataclass
 class Schedule:
-    """One step: tokens to compute by request, decodes first; and who lost its pages to make room."""
+    """One step: tokens to compute by request, decodes first; who came in from the queue; who was sent back to it."""
 
     num_tokens: dict[Request, int] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
 
@@ -49,6 +50,7 @@ class Scheduler:
         for request in [r for r in self.running if r.state is RequestState.PREFILL]:
             budget -= self._take_chunk(request, budget, step)
         while self.waiting and budget and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
+            step.admitted.append(self.running[-1])
             budget -= self._take_chunk(self.running[-1], budget, step)
         return step
 

@@ -1,0 +1,59 @@
+"""An executor without a model: where a decoder keeps keys and values it keeps token ids, and reads them all back.
+
+The next token is a hash of the whole context as found through the block tables. A page that was lost, shared by
+mistake, overwritten or read too early changes the answer, and `expected_answer` says what the answer must be.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ifb_handler.engine.batch import Batch
+from ifb_handler.engine.executor import Executor
+
+VOCAB_SIZE = 89
+
+
+def next_token(context: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(context, np.int64).tobytes()) % VOCAB_SIZE
+
+
+def expected_answer(prompt: Sequence[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+    context = list(prompt)
+    for _ in range(num_tokens):
+        context.append(next_token(context))
+        if context[-1] in eos:
+            break
+    return context[len(prompt) :]
+
+
+class RecallExecutor(Executor):
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, max_model_len: int = 512, eos: Sequence[int] = ()
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
+        self.max_num_batched_tokens = 256
+        self.eos_token_ids = tuple(eos)
+        self.memory = np.full(num_blocks * block_size, -1, np.int64)
+        self.fail_next = False
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("asked to fail")
+        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "two tokens in one place"
+        self.memory[batch.slot_mapping] = batch.token_ids
+        logits = torch.zeros(len(batch.sample_rows), VOCAB_SIZE)
+        for i, row in enumerate(batch.sample_rows.tolist()):
+            length = int(batch.context_lens[row])
+            pages = batch.block_tables[row, : -(-length // self.block_size)]
+            places = (pages[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:length]
+            logits[i, next_token(self.memory[places])] = 1.0
+        return logits

@@ -1,0 +1,127 @@
+"""Random arrivals, lengths, cancels and pool sizes: whatever comes, the books add up and every answer is right."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recall_executor import VOCAB_SIZE, RecallExecutor, expected_answer
+
+from ifb_handler.engine.core import EngineCore
+from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
+from ifb_handler.engine.outputs import FinishReason
+from ifb_handler.engine.request import GenerationRequest, Request
+from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.stopping import OutputAssembler
+
+BLOCK_SIZE = 4
+
+
+def queue(core: EngineCore, request_id: str, prompt: list[int], max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    limit = min(max_tokens, core.max_request_len - len(prompt))
+    text = OutputAssembler(params, core.executor.eos_token_ids, limit, Detokenizer(Vocabulary(None)))
+    arrival = int(request_id)
+    core.add(Request(GenerationRequest(request_id, prompt, params), arrival, seed=0, text=text))
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # steps after the arrival before
+        st.integers(1, 60),  # prompt length
+        st.integers(1, 30),  # max_tokens
+        st.one_of(st.none(), st.none(), st.integers(0, 20)),  # cancelled so many steps after it came
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    arrivals=arrivals,
+    num_blocks=st.integers(2, 40),
+    max_num_seqs=st.integers(1, 8),
+    extra_budget=st.integers(0, 40),
+    seed=st.integers(0, 1000),
+)
+def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
+    arrivals: list[tuple[int, int, int, int | None]], num_blocks: int, max_num_seqs: int, extra_budget: int, seed: int
+) -> None:
+    randomness = random.Random(seed)
+    eos = [randomness.randrange(VOCAB_SIZE)]
+    executor = RecallExecutor(num_blocks, BLOCK_SIZE, eos=eos)
+    core = EngineCore(
+        executor, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra_budget
+    )
+    plan, cancels, prompts, limits = {}, {}, {}, {}
+    at = 0
+    for i, (wait, prompt_len, max_tokens, cancel_after) in enumerate(arrivals):
+        at += wait
+        prompt_len = min(prompt_len, core.max_request_len - 1)
+        request_id = str(i)
+        prompts[request_id] = [randomness.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
+        limits[request_id] = min(max_tokens, core.max_request_len - prompt_len)
+        plan.setdefault(at, []).append((request_id, max_tokens))
+        if cancel_after is not None:
+            cancels.setdefault(at + cancel_after, []).append(request_id)
+    answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
+    ends: dict[str, FinishReason] = {}
+    first_scheduled: list[str] = []
+    step = 0
+    while plan or cancels or core.has_work:
+        for request_id, max_tokens in plan.pop(step, []):
+            queue(core, request_id, prompts[request_id], max_tokens)
+        for request_id in cancels.pop(step, []):
+            ended = core.abort(request_id)
+            if ended is not None:
+                ends[request_id] = ended.finish_reason
+            core.check()
+        result = core.step()
+        core.check()
+        if result is not None:
+            assert result.record.used_blocks <= num_blocks
+            for request_id, _ in result.record.prefill:
+                if request_id not in first_scheduled:
+                    first_scheduled.append(request_id)
+            for output in result.outputs:
+                assert output.request_id not in ends, "news of a request that has ended"
+                answers[output.request_id] += output.token_ids
+                if output.finished:
+                    ends[output.request_id] = output.finish_reason
+        else:
+            assert not core.has_work, "requests are alive and none is scheduled"
+        step += 1
+        assert step < 20_000, "a request never ends"
+    assert core.pool.num_used == 0
+    assert set(ends) == set(prompts)
+    assert first_scheduled == sorted(first_scheduled, key=int), "first come, first served"
+    for request_id, prompt in prompts.items():
+        expected = expected_answer(prompt, limits[request_id], eos)
+        if ends[request_id] is FinishReason.ABORT:
+            assert answers[request_id] == expected[: len(answers[request_id])]
+        else:
+            assert answers[request_id] == expected
+
+
+def test_a_pool_that_is_too_small_for_all_preempts_the_latest_arrival_and_no_token_changes() -> None:
+    core = EngineCore(RecallExecutor(8, BLOCK_SIZE), block_size=BLOCK_SIZE, max_num_seqs=4)
+    prompts = {str(i): [i + 1] * 5 for i in range(3)}
+    for request_id, prompt in prompts.items():
+        queue(core, request_id, prompt, 20)
+    answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
+    preempted: list[str] = []
+    while core.has_work:
+        running = {r.request_id for r in core.scheduler.running}
+        result = core.step()
+        for request_id in result.record.preempted:
+            assert int(request_id) >= max(int(r) for r in running - set(result.record.preempted)), "not the latest"
+        preempted += result.record.preempted
+        for output in result.outputs:
+            answers[output.request_id] += output.token_ids
+        core.check()
+    assert preempted
+    assert "0" not in preempted
+    assert core.num_preemptions == len(preempted)
+    assert answers == {request_id: expected_answer(prompt, 20) for request_id, prompt in prompts.items()}
