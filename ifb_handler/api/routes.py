@@ -1,0 +1,72 @@
+"""From the path after `/predictions/{model}/{version}/` to what answers it. TorchServe does not say the HTTP method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ifb_handler.api import engine_info, openai_chat, openai_completions, openai_models, plain
+from ifb_handler.api.answer import Answer, Asked
+from ifb_handler.api.body import read_fields, read_fields_or_text
+from ifb_handler.api.errors import APIError, shown
+from ifb_handler.api.fields import Fields
+from ifb_handler.api.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from ifb_handler.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A route that generates: how its body is read, and the answer's form."""
+
+    method: str
+    read: Callable[[Fields, ServedModel], Asked]
+    answer: type[Answer]
+    read_body: Callable[[Mapping[str, Any]], dict[str, Any]] = read_fields
+
+
+@dataclass(frozen=True)
+class Information:
+    """A route answered at once. `respond` is given engine, model, the rest of the path and the body's fields."""
+
+    method: str
+    respond: Callable[[Engine, ServedModel, str, Fields], dict[str, Any]]
+
+
+Route = Generation | Information
+
+_EXACT: dict[str, Route] = {
+    "": Generation("POST", plain.read, plain.PlainAnswer, read_fields_or_text),
+    "v1/completions": Generation("POST", openai_completions.read, openai_completions.CompletionAnswer),
+    "v1/chat/completions": Generation("POST", openai_chat.read, openai_chat.ChatAnswer),
+    "v1/models": Information("GET", lambda engine, model, rest, fields: openai_models.listing(model)),
+    "health": Information("GET", lambda engine, model, rest, fields: engine_info.health(engine)),
+    "engine/stats": Information("GET", lambda engine, model, rest, fields: engine_info.stats(engine)),
+    "engine/steps": Information("GET", lambda engine, model, rest, fields: engine_info.steps(engine, "", fields)),
+}
+_PREFIXES: dict[str, Route] = {
+    "v1/models/": Information("GET", lambda engine, model, rest, fields: openai_models.card(model, rest)),
+    "engine/steps/": Information("GET", lambda engine, model, rest, fields: engine_info.steps(engine, rest, fields)),
+}
+
+
+def find(path: str) -> tuple[Route, str]:
+    """-> the route and what the path holds beyond it. Raises a 404 APIError that lists the routes."""
+    path = path.strip("/")
+    if path in _EXACT:
+        return _EXACT[path], ""
+    for prefix, route in _PREFIXES.items():
+        if path.startswith(prefix):
+            return route, path.removeprefix(prefix)
+    listed = [f"{route.method} {name or '(the bare path)'}" for name, route in _EXACT.items()]
+    raise APIError(404, f"no route {shown(path)}; the routes are {', '.join(listed)}", code="unknown_route")
+
+
+def inform(
+    route: Information, rest: str, parts: Mapping[str, Any], engine: Engine, model: ServedModel
+) -> dict[str, Any]:
+    """Answer an information route; a body is not needed."""
+    fields = read_fields(parts) if any(parts.values()) else {}
+    return route.respond(engine, model, rest, fields)

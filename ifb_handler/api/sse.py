@@ -1,0 +1,18 @@
+"""Server-sent events, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+DONE = "data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {compact(body)}\n\n"
+
+
+def compact(body: dict[str, Any]) -> str:
+    """JSON on one line, text as UTF-8 rather than escaped."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
