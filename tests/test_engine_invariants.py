@@ -43,18 +43,16 @@ arrivals = st.lists(
     arrivals=arrivals,
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
-    extra_budget=st.integers(0, 40),
+    budget=st.integers(1, 48),
     seed=st.integers(0, 1000),
 )
 def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
-    arrivals: list[tuple[int, int, int, int | None]], num_blocks: int, max_num_seqs: int, extra_budget: int, seed: int
+    arrivals: list[tuple[int, int, int, int | None]], num_blocks: int, max_num_seqs: int, budget: int, seed: int
 ) -> None:
     randomness = random.Random(seed)
     eos = [randomness.randrange(VOCAB_SIZE)]
     executor = RecallExecutor(num_blocks, BLOCK_SIZE, eos=eos)
-    core = EngineCore(
-        executor, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra_budget
-    )
+    core = EngineCore(executor, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     plan, cancels, prompts, limits = {}, {}, {}, {}
     at = 0
     for i, (wait, prompt_len, max_tokens, cancel_after) in enumerate(arrivals):
@@ -82,6 +80,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         core.check()
         if result is not None:
             assert result.record.used_blocks <= num_blocks
+            assert len(result.record.decode) + sum(n for _, n in result.record.prefill) <= budget
             for request_id, _ in result.record.prefill:
                 if request_id not in first_scheduled:
                     first_scheduled.append(request_id)

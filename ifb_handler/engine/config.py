@@ -37,7 +37,7 @@ class EngineConfig:
     block_size                 tokens in a KV page
     max_num_seqs               most requests in the running batch
     max_num_batched_tokens     token budget of one step: decodes first, then prefill chunks; None: 256 on a CPU, 2048 on
-                               a GPU, and never less than max_num_seqs
+                               a GPU, or max_num_seqs if that is more
     max_num_waiting            most requests in the waiting queue; one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
     gpu_memory_utilization     on a GPU, the share of its memory that weights and pool together may take
@@ -93,11 +93,6 @@ class EngineConfig:
             _at_least_one(name, getattr(self, name))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs "
-                f"({self.max_num_seqs}): every running request must be able to decode in each step"
-            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
         if not (math.isfinite(self.cpu_kv_cache_gib) and self.cpu_kv_cache_gib > 0):

@@ -69,10 +69,12 @@ class EngineCore:
         return bool(self.requests)
 
     def step(self) -> StepResult | None:
-        """Run one iteration; None at once if there is nothing to run.
+        """Run one iteration; None at once if there is nothing to run."""
+        schedule = self.schedule()
+        return None if schedule is None else self.run(schedule)
 
-        A failure to execute or sample ends the requests of this step with an error, and only those.
-        """
+    def schedule(self) -> Schedule | None:
+        """Decide the next step: check, evict, fill. None if there is nothing to run."""
         started = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule.num_tokens:
@@ -81,6 +83,15 @@ class EngineCore:
         for request in schedule.admitted:
             self.sampler.state.set(request.slot, request.params, request.seed)
             request.times.scheduled = request.times.scheduled or time.monotonic()
+        schedule.seconds = time.perf_counter() - started
+        return schedule
+
+    def run(self, schedule: Schedule) -> StepResult:
+        """Execute, sample and commit what `schedule` decided.
+
+        A failure to execute or sample ends the requests of this step with an error, and only those.
+        """
+        started = time.perf_counter()
         prefill = tuple((r.request_id, n) for r, n in schedule.num_tokens.items() if r.state is RequestState.PREFILL)
         decode = tuple(r.request_id for r in schedule.num_tokens if r.state is RequestState.DECODE)
         seconds: dict[str, float] = {}
@@ -101,12 +112,15 @@ class EngineCore:
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = executed - scheduled - sum(seconds.values())
-            seconds |= {"scheduling": scheduled - started, "sampling": sampled - executed}
+            seconds |= {
+                "scheduling": schedule.seconds + scheduled - started,
+                "sampling": sampled - executed,
+            }
             seconds["bookkeeping"] = committed - sampled
         record = StepRecord(
             step=self.num_steps,
             started=started,
-            duration=time.perf_counter() - started,
+            duration=schedule.seconds + time.perf_counter() - started,
             waiting=tuple(r.request_id for r in self.scheduler.waiting),
             prefill=prefill,
             decode=decode,

@@ -27,6 +27,7 @@ from ifb_handler.engine.model_executor import ModelExecutor
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
 from ifb_handler.engine.request import GenerationRequest, Request
 from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.scheduler import Schedule
 from ifb_handler.engine.stopping import OutputAssembler
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import resolve
@@ -189,18 +190,18 @@ class Engine:
     def _run(self) -> None:
         error: str | None = None
         try:
-            while self._take_in():
-                result = self._core.step()
-                if result is not None:
-                    self._publish(result)
+            while not self._stopping:
+                schedule = self._take_in()
+                if schedule is not None:
+                    self._publish(self._core.run(schedule))
         except Exception as failure:
             logger.exception("the engine thread died")
             error = f"the engine failed: {failure}"
         finally:
             self._end_all(error)
 
-    def _take_in(self) -> bool:
-        """Between two steps: wait for work, take the new requests, end the cancelled ones. False: stop."""
+    def _take_in(self) -> Schedule | None:
+        """Between two steps: wait for work, take the new requests, end the cancelled ones, and decide the next step."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._core.has_work or self._submitted or self._cancelled or self._checks or self._stopping
@@ -213,14 +214,15 @@ class Engine:
                 if output is not None:
                     self._deliver([output])
             self._cancelled.clear()
-            self._stats = self._core.stats()
             for done in self._checks:
                 try:
                     done.set_result(self._core.check())
                 except Exception as error:
                     done.set_exception(error)
             self._checks.clear()
-            return not self._stopping
+            schedule = None if self._stopping else self._core.schedule()
+            self._stats = self._core.stats()
+            return schedule
 
     def _publish(self, result: StepResult) -> None:
         with self._changed:

@@ -15,11 +15,15 @@ from ifb_handler.engine.request import Request, RequestState
 
 @dataclass
 class Schedule:
-    """One step: tokens to compute by request, decodes first; who came in from the queue; who was sent back to it."""
+    """One step: tokens to compute by request, decodes first; who came in from the queue; who was sent back to it.
+
+    `seconds` is what it took to decide.
+    """
 
     num_tokens: dict[Request, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class Scheduler:
@@ -40,7 +44,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Schedule:
-        """Fill one step. It is empty only if nothing waits and nothing runs."""
+        """Fill one step. It is empty only if nothing waits and nothing runs.
+
+        There are never more decodes than the budget holds: each took at least one token of it to finish its prefill.
+        """
         step = Schedule()
         budget = self.max_num_batched_tokens
         for request in [r for r in self.running if r.state is RequestState.DECODE]:
