@@ -1,0 +1,106 @@
+"""Paged attention on CPU by the native library (`native_attention.cpp`), reading pages where they lie.
+
+Pages are keys [num_blocks, num_kv_heads, head_dim, block_size] and values [num_blocks, num_kv_heads, block_size,
+head_dim]. A row's result is the same bits whoever its neighbours are and however its prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ifb_kernels.backend import AttentionBackend
+from ifb_kernels.layout import LayerKV, RaggedLayout
+from ifb_kernels.native import DATA_TYPES
+
+
+class CpuBackend(AttentionBackend):
+    """The C++ kernel. Uses torch's own OpenMP threads, `torch.get_num_threads()` of them."""
+
+    name = "cpu"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def allocate(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[LayerKV]:
+        if device.type != "cpu":
+            raise ValueError(f"device: the cpu attention backend keeps its pages in main memory, not on {device}")
+        if dtype not in DATA_TYPES:
+            raise ValueError(f"dtype: {dtype} pages are not supported on CPU, only {', '.join(map(str, DATA_TYPES))}")
+        return [
+            LayerKV(
+                torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype),
+                torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype),
+            )
+            for _ in range(num_layers)
+        ]
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
+        num_tokens, num_kv_heads, head_dim = keys.shape
+        keys, values = _heads_together(keys), _heads_together(values)
+        self._library.ifb_kv_cache_write(
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            pages.keys.data_ptr(),
+            pages.values.data_ptr(),
+            layout.slot_mapping.data_ptr(),
+            num_tokens,
+            num_kv_heads,
+            head_dim,
+            pages.keys.shape[3],
+            DATA_TYPES[keys.dtype],
+            DATA_TYPES[pages.keys.dtype],
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        pages: LayerKV,
+        layout: RaggedLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        queries = _heads_together(queries)
+        output = torch.empty(queries.shape, dtype=queries.dtype)
+        self._library.ifb_paged_attention(
+            output.data_ptr(),
+            queries.data_ptr(),
+            queries.stride(0),
+            pages.keys.data_ptr(),
+            pages.values.data_ptr(),
+            layout.query_starts.data_ptr(),
+            layout.context_lens.data_ptr(),
+            layout.block_tables.data_ptr(),
+            layout.block_tables.stride(0),
+            len(layout.context_lens),
+            queries.shape[1],
+            pages.keys.shape[1],
+            queries.shape[2],
+            pages.keys.shape[3],
+            sliding_window or 0,
+            scale,
+            DATA_TYPES[queries.dtype],
+            DATA_TYPES[pages.keys.dtype],
+            torch.get_num_threads(),
+        )
+        return output
+
+
+def _heads_together(tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` [T, H, D] with each token's heads and channels contiguous: itself, but for odd strides."""
+    if tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]:
+        return tokens
+    return tokens.contiguous()

@@ -1,0 +1,370 @@
+// Paged attention for ragged batches on CPU: FlashAttention's tiling (Dao, 2023) over PagedAttention's pages.
+//
+// Pages lie as keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]:
+// with keys transposed inside a page, 16 tokens' scores are one multiply-add a channel and need no horizontal sum.
+// float32 pages of 16 or more tokens are read where they lie; others are widened into a buffer, a span at a time.
+//
+// The query heads of one KV head are rows of the same products, so keys and values are read once for all of them.
+// The context is cut into *spans* of 256 keys at fixed positions. For each span a query row gets (maximum, sum of
+// exponentials, weighted values); spans are merged in order. One thread may walk all spans of its rows, or several
+// threads take a span each (FlashDecoding): the arithmetic, and so every bit of the result, is the same.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "native_multiply.h"
+
+namespace ifb {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr int kBlockRows = 96;  // query rows of a unit, at most: the more, the fewer times keys are read from memory
+
+struct Problem {
+  void* output;          // [T, num_heads, head_dim], contiguous
+  const void* queries;   // [T, num_heads, head_dim], tokens `query_stride` values apart
+  int64_t query_stride;
+  const void* keys;
+  const void* values;
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int num_rows, num_heads, num_kv_heads, head_dim, block_size;
+  int window;            // 0: none
+  float scale;
+  DataType query_type, page_type;
+
+  int group() const { return num_heads / num_kv_heads; }
+  int padded_dim() const { return (head_dim + kTile - 1) / kTile * kTile; }
+  bool reads_in_place() const { return page_type == kFloat32 && block_size % kTile == 0 && head_dim % kTile == 0; }
+  int first_visible(int position) const { return window > 0 ? std::max(0, position - window + 1) : 0; }
+};
+
+// Some consecutive query tokens of one row, with the query heads of one KV head.
+struct Unit {
+  int row, kv_head;
+  int first_token, num_tokens;     // on the flat axis
+  int first_position;              // of the first token, in its sequence
+  int first_span, end_span;
+  int64_t partials;                // where its spans' results lie when they are computed apart; -1: they are not
+  int last_position() const { return first_position + num_tokens - 1; }
+};
+
+struct Task {
+  int unit, first_span, end_span;
+  int64_t cost;
+};
+
+// What one query row knows after some keys: out = weighted / sum once all are seen.
+struct Softmax {
+  float maximum = -INFINITY, sum = 0;
+};
+
+// Takes `later` keys into what is known of earlier ones. One compiled body, so that it rounds alike wherever it is called.
+__attribute__((noinline)) void merge(Softmax& state, float* weighted, const Softmax& later, const float* later_weighted, int dim) {
+  if (later.sum == 0) return;
+  if (state.sum == 0) {
+    state = later;
+    std::copy(later_weighted, later_weighted + dim, weighted);
+    return;
+  }
+  const float maximum = std::max(state.maximum, later.maximum);
+  const float keep = exp2_of(state.maximum - maximum), take = exp2_of(later.maximum - maximum);
+  for (int c = 0; c < dim; c += kLanes) store(weighted + c, load(weighted + c) * keep + load(later_weighted + c) * take);
+  state.maximum = maximum;
+  state.sum = state.sum * keep + later.sum * take;
+}
+
+// One thread's memory for one task.
+struct Workspace {
+  std::vector<float> queries;   // by tile of rows: [head_dim][rows], scaled
+  std::vector<float> weighted;  // [rows of the unit][padded_dim]
+  std::vector<float> partial;   // [kMaxRows][padded_dim]
+  std::vector<float> keys, values;  // widened copies of a span, where pages cannot be read in place
+  std::vector<Softmax> states;
+  float scores[kMaxRows * kScoreStride];
+
+  static void grow(std::vector<float>& v, size_t n) {
+    if (v.size() < n) v.resize(n);
+  }
+
+  void prepare(const Problem& p, int rows) {
+    grow(queries, rows * p.head_dim);
+    grow(weighted, rows * p.padded_dim());
+    grow(partial, kMaxRows * p.padded_dim());
+    if (!p.reads_in_place()) {
+      grow(keys, kSpan * p.head_dim);
+      grow(values, kSpan * p.padded_dim());
+    }
+    states.assign(rows, Softmax{});
+  }
+};
+
+// Where one span's tiles lie.
+struct SpanView {
+  const float* keys[kSpan / kTile];
+  const float* values[kSpan / kTile];
+  int64_t key_stride, value_stride;
+};
+
+template <typename T>
+void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_key, int num_keys, float* keys,
+                float* values) {
+  const int dim = p.head_dim, padded = p.padded_dim(), block = p.block_size;
+  for (int j = 0; j < kTile;) {
+    // The run of this tile's keys that lie in one page; past the context's end, zeros.
+    const int offset = (first_key + j) % block;
+    const int run = std::min(kTile - j, block - offset);
+    const int count = std::clamp(num_keys - j, 0, run);
+    if (count > 0) {
+      const int64_t page = (int64_t(table[(first_key + j) / block]) * p.num_kv_heads + kv_head) * dim * block;
+      const T* page_keys = static_cast<const T*>(p.keys) + page;
+      const T* page_values = static_cast<const T*>(p.values) + page;
+      for (int d = 0; d < dim; ++d) {
+        const T* source = page_keys + int64_t(d) * block + offset;
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(keys + d * kTile + j + i, load(source + i));
+        for (; i < count; ++i) keys[d * kTile + j + i] = load_one(source + i);
+      }
+      for (int i = 0; i < count; ++i) {
+        const T* source = page_values + int64_t(offset + i) * dim;
+        float* target = values + int64_t(j + i) * padded;
+        int c = 0;
+        for (; c + kLanes <= dim; c += kLanes) store(target + c, load(source + c));
+        if (c < dim) store_some(target + c, load_some(source + c, dim - c), dim - c);
+        std::fill(target + dim, target + padded, 0.0f);
+      }
+    }
+    for (int d = 0; d < dim; ++d) std::fill(keys + d * kTile + j + count, keys + d * kTile + j + run, 0.0f);
+    j += run;
+  }
+}
+
+// Finds (or widens) the tiles of keys `first` .. `end` - 1, which lie in one span; `first` begins a tile.
+void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace& work, SpanView& view) {
+  const int32_t* table = p.block_tables + unit.row * p.table_stride;
+  const bool in_place = p.reads_in_place();
+  view.key_stride = in_place ? p.block_size : kTile;
+  view.value_stride = p.padded_dim();
+  for (int key = first, tile = 0; key < end; key += kTile, ++tile) {
+    if (in_place) {
+      const int64_t page = int64_t(table[key / p.block_size]) * p.num_kv_heads + unit.kv_head;
+      const int64_t base = page * p.head_dim * p.block_size;
+      const int offset = key % p.block_size;
+      view.keys[tile] = static_cast<const float*>(p.keys) + base + offset;
+      view.values[tile] = static_cast<const float*>(p.values) + base + int64_t(offset) * p.head_dim;
+    } else {
+      float* keys = work.keys.data() + tile * kTile * p.head_dim;
+      float* values = work.values.data() + tile * kTile * p.padded_dim();
+      with_type(p.page_type, [&](auto type) {
+        widen_tile<decltype(type)>(p, table, unit.kv_head, key, end - key, keys, values);
+      });
+      view.keys[tile] = keys;
+      view.values[tile] = values;
+    }
+  }
+}
+
+// Scores of one row -> exponentials in place; keys outside `from` .. `to` - 1 get weight exactly 0.
+Softmax exponentiate(float* scores, int num_keys, int from, int to) {
+  std::fill(scores, scores + from, -INFINITY);
+  std::fill(scores + to, scores + num_keys, -INFINITY);
+  Vec highest = splat(-INFINITY);
+  for (int j = 0; j < num_keys; j += kLanes) highest = maximum(highest, load(scores + j));
+  Softmax state;
+  state.maximum = max_of(highest);
+  const float shift = std::max(state.maximum, -1e30f);  // finite where nothing is visible
+  Vec sums[kTileVecs] = {};
+  for (int j = 0; j < num_keys; j += kTile)
+    for (int v = 0; v < kTileVecs; ++v) {
+      Vec weights = exp2_of(load(scores + j + v * kLanes) - shift);
+      store(scores + j + v * kLanes, weights);
+      sums[v] += weights;
+    }
+  for (int v = 1; v < kTileVecs; ++v) sums[0] += sums[v];
+  state.sum = sum_of(sums[0]);
+  return state;
+}
+
+// The unit's rows in tiles of at most kMaxRows, as even as can be.
+template <typename F>
+void for_row_tiles(int rows, F f) {
+  const int tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (int t = 0; t < tiles; ++t) f(rows * t / tiles, rows * (t + 1) / tiles);
+}
+
+// Row i of a unit is query head kv_head * group + i % group of token i / group.
+void load_queries(const Problem& p, const Unit& unit, Workspace& work) {
+  const int group = p.group();
+  for_row_tiles(unit.num_tokens * group, [&](int begin, int end) {
+    float* tile = work.queries.data() + int64_t(begin) * p.head_dim;
+    for (int i = begin; i < end; ++i) {
+      const int64_t at = (unit.first_token + i / group) * p.query_stride +
+                         int64_t(unit.kv_head * group + i % group) * p.head_dim;
+      with_type(p.query_type, [&](auto type) {
+        const auto* source = static_cast<const decltype(type)*>(p.queries) + at;
+        for (int d = 0; d < p.head_dim; ++d)
+          tile[d * (end - begin) + i - begin] = load_one(source + d) * (p.scale * kLog2E);
+      });
+    }
+  });
+}
+
+void attend_span(const Problem& p, const Unit& unit, int span, Workspace& work) {
+  const int group = p.group(), padded = p.padded_dim();
+  const int span_begin = std::max(span * kSpan, p.first_visible(unit.first_position) / kTile * kTile);
+  const int span_end = std::min((span + 1) * kSpan, unit.last_position() + 1);
+  SpanView view;
+  view_span(p, unit, span_begin, span_end, work, view);
+  for_row_tiles(unit.num_tokens * group, [&](int begin, int end) {
+    // Only the tiles of keys that some row of this tile sees. Keys past its last position are never touched: the rest
+    // of a page may hold anything.
+    const int first_position = unit.first_position + begin / group;
+    const int last_position = unit.first_position + (end - 1) / group;
+    const int keys_begin = std::max(span_begin, p.first_visible(first_position) / kTile * kTile);
+    const int keys_end = std::min(span_end, last_position + 1);
+    if (keys_begin >= keys_end) return;
+    const int skipped = (keys_begin - span_begin) / kTile;
+    const int num_keys = keys_end - keys_begin, num_tiles = (num_keys + kTile - 1) / kTile;
+    score_rows_for(end - begin)(work.queries.data() + int64_t(begin) * p.head_dim, view.keys + skipped,
+                                view.key_stride, p.head_dim, num_tiles, work.scores);
+    Softmax later[kMaxRows];
+    for (int i = begin; i < end; ++i) {
+      const int position = unit.first_position + i / group;
+      const int from = std::clamp(p.first_visible(position) - keys_begin, 0, num_keys);
+      const int to = std::clamp(position + 1 - keys_begin, from, num_keys);
+      later[i - begin] = exponentiate(work.scores + (i - begin) * kScoreStride, num_tiles * kTile, from, to);
+    }
+    weigh_rows_for(end - begin)(work.scores, view.values + skipped, view.value_stride, num_keys, padded / kTile,
+                                work.partial.data(), padded);
+    for (int i = begin; i < end; ++i)
+      merge(work.states[i], work.weighted.data() + int64_t(i) * padded, later[i - begin],
+            work.partial.data() + int64_t(i - begin) * padded, padded);
+  });
+}
+
+void write_output(const Problem& p, const Unit& unit, const Workspace& work) {
+  const int group = p.group();
+  for (int i = 0; i < unit.num_tokens * group; ++i) {
+    const float* weighted = work.weighted.data() + int64_t(i) * p.padded_dim();
+    const Vec sum = splat(work.states[i].sum);
+    const int64_t at = (int64_t(unit.first_token + i / group) * p.num_heads + unit.kv_head * group + i % group) *
+                       p.head_dim;
+    with_type(p.query_type, [&](auto type) {
+      auto* target = static_cast<decltype(type)*>(p.output) + at;
+      int c = 0;
+      for (; c + kLanes <= p.head_dim; c += kLanes) store(target + c, load(weighted + c) / sum);
+      if (c < p.head_dim) store_some(target + c, load(weighted + c) / sum, p.head_dim - c);
+    });
+  }
+}
+
+// ---- who computes what ----------------------------------------------------------------------------------------------
+
+struct Plan {
+  std::vector<Unit> units;
+  std::vector<Task> tasks;
+  std::vector<int> split;           // units whose spans are computed apart
+  std::vector<float> partials;      // per split unit and span: [rows][maximum, sum, weighted values]
+
+  static int64_t row_floats(const Problem& p) { return 2 + p.padded_dim(); }
+  static int64_t span_floats(const Problem& p, const Unit& u) { return u.num_tokens * p.group() * row_floats(p); }
+
+  void build(const Problem& p, int threads) {
+    units.clear(), tasks.clear(), split.clear();
+    const int num_tokens = p.query_starts[p.num_rows];
+    // Blocks as large as leave every thread several of them, so that threads end together.
+    const int wanted = std::max(1, int64_t(num_tokens) * p.num_kv_heads > 4 * threads
+                                       ? int(int64_t(num_tokens) * p.num_kv_heads / (4 * threads)) : 1);
+    const int block = std::clamp(wanted, 1, std::max(1, kBlockRows / p.group()));
+    int64_t total = 0;
+    for (int row = 0; row < p.num_rows; ++row)
+      for (int token = p.query_starts[row]; token < p.query_starts[row + 1]; token += block)
+        for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+          const int end = p.query_starts[row + 1], count = std::min(block, end - token);
+          const int position = p.context_lens[row] - (end - token);
+          const int last_span = (position + count - 1) / kSpan;
+          units.push_back({row, kv_head, token, count, position, p.first_visible(position) / kSpan, last_span + 1, -1});
+          total += cost(p, units.back());
+        }
+    int64_t floats = 0;
+    for (int u = 0; u < int(units.size()); ++u) {
+      Unit& unit = units[u];
+      const int spans = unit.end_span - unit.first_span;
+      if (threads == 1 || spans == 1 || cost(p, unit) * 4 * threads <= total) {
+        tasks.push_back({u, unit.first_span, unit.end_span, cost(p, unit)});
+        continue;
+      }
+      unit.partials = floats;
+      floats += spans * span_floats(p, unit);
+      split.push_back(u);
+      for (int span = unit.first_span; span < unit.end_span; ++span)
+        tasks.push_back({u, span, span + 1, cost(p, unit) / spans});
+    }
+    if (int64_t(partials.size()) < floats) partials.resize(floats);
+    // The longest first: what is left at the end is small.
+    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  }
+
+  static int64_t cost(const Problem& p, const Unit& unit) {
+    const int keys = unit.last_position() + 1 - p.first_visible(unit.first_position);
+    return int64_t(keys + kTile) * (unit.num_tokens * p.group() + 2);
+  }
+};
+
+void run_task(const Problem& p, Plan& plan, const Task& task, Workspace& work) {
+  const Unit& unit = plan.units[task.unit];
+  const int rows = unit.num_tokens * p.group(), padded = p.padded_dim();
+  work.prepare(p, rows);
+  load_queries(p, unit, work);
+  for (int span = task.first_span; span < task.end_span; ++span) attend_span(p, unit, span, work);
+  if (unit.partials < 0) return write_output(p, unit, work);
+  float* partial = plan.partials.data() + unit.partials + (task.first_span - unit.first_span) * Plan::span_floats(p, unit);
+  for (int i = 0; i < rows; ++i, partial += Plan::row_floats(p)) {
+    partial[0] = work.states[i].maximum;
+    partial[1] = work.states[i].sum;
+    std::copy_n(work.weighted.data() + int64_t(i) * padded, padded, partial + 2);
+  }
+}
+
+void merge_spans(const Problem& p, const Plan& plan, const Unit& unit, Workspace& work) {
+  const int rows = unit.num_tokens * p.group(), padded = p.padded_dim();
+  work.prepare(p, rows);
+  const float* partial = plan.partials.data() + unit.partials;
+  for (int span = unit.first_span; span < unit.end_span; ++span)
+    for (int i = 0; i < rows; ++i, partial += Plan::row_floats(p)) {
+      Softmax later;
+      later.maximum = partial[0];
+      later.sum = partial[1];
+      merge(work.states[i], work.weighted.data() + int64_t(i) * padded, later, partial + 2, padded);
+    }
+  write_output(p, unit, work);
+}
+
+}  // namespace
+}  // namespace ifb
+
+extern "C" void ifb_paged_attention(void* output, const void* queries, int64_t query_stride, const void* keys,
+                                    const void* values, const int32_t* query_starts, const int32_t* context_lens,
+                                    const int32_t* block_tables, int64_t table_stride, int num_rows, int num_heads,
+                                    int num_kv_heads, int head_dim, int block_size, int window, float scale,
+                                    int query_type, int page_type, int threads) {
+  using namespace ifb;
+  const Problem p{output, queries, query_stride, keys, values, query_starts, context_lens, block_tables, table_stride,
+                  num_rows, num_heads, num_kv_heads, head_dim, block_size, window, scale,
+                  DataType(query_type), DataType(page_type)};
+  static thread_local Plan own_plan;
+  Plan& plan = own_plan;  // the calling thread's, also inside the parallel region
+  plan.build(p, threads);
+  const int num_tasks = int(plan.tasks.size()), num_split = int(plan.split.size());
+#pragma omp parallel num_threads(threads) if (threads > 1 && num_tasks > 1)
+  {
+    static thread_local Workspace work;
+#pragma omp for schedule(dynamic, 1)
+    for (int t = 0; t < num_tasks; ++t) run_task(p, plan, plan.tasks[t], work);
+#pragma omp for schedule(dynamic, 1)
+    for (int s = 0; s < num_split; ++s) merge_spans(p, plan, plan.units[plan.split[s]], work);
+  }
+}

@@ -1,0 +1,81 @@
+// Stores new keys and values in the pages of native_attention.cpp: keys transposed inside a page, values as they come.
+
+#include <algorithm>
+
+#include "native_vector.h"
+
+namespace ifb {
+namespace {
+
+constexpr int kBatch = 16;  // tokens handled together: a run of them in one page is transposed as a block
+
+struct Write {
+  const void* keys;
+  const void* values;
+  int64_t key_stride, value_stride;  // between tokens
+  void* key_pages;
+  void* value_pages;
+  const int64_t* slots;
+  int num_tokens, num_kv_heads, head_dim, block_size;
+};
+
+template <typename Source, typename Page>
+inline Page converted(Source x) {
+  Page out;
+  store_some(&out, splat(load_one(&x)), 1);
+  return out;
+}
+template <>
+inline float converted<float, float>(float x) { return x; }
+template <>
+inline Bfloat16 converted<Bfloat16, Bfloat16>(Bfloat16 x) { return x; }
+template <>
+inline Float16 converted<Float16, Float16>(Float16 x) { return x; }
+
+template <typename Source, typename Page>
+void write_batch(const Write& w, int first, int last, int head) {
+  const int dim = w.head_dim, block = w.block_size;
+  for (int token = first; token < last;) {
+    const int64_t slot = w.slots[token];
+    const int offset = int(slot % block);
+    int run = 1;
+    while (token + run < last && offset + run < block && w.slots[token + run] == slot + run) ++run;
+    const int64_t page = (slot / block * w.num_kv_heads + head) * dim * block;
+    const Source* keys = static_cast<const Source*>(w.keys) + token * w.key_stride + int64_t(head) * dim;
+    Page* key_page = static_cast<Page*>(w.key_pages) + page + offset;
+    for (int d = 0; d < dim; ++d)
+      for (int i = 0; i < run; ++i) key_page[d * block + i] = converted<Source, Page>(keys[i * w.key_stride + d]);
+    const Source* values = static_cast<const Source*>(w.values) + token * w.value_stride + int64_t(head) * dim;
+    Page* value_page = static_cast<Page*>(w.value_pages) + page + int64_t(offset) * dim;
+    for (int i = 0; i < run; ++i)
+      for (int d = 0; d < dim; ++d) value_page[i * dim + d] = converted<Source, Page>(values[i * w.value_stride + d]);
+    token += run;
+  }
+}
+
+template <typename Source, typename Page>
+void write_all(const Write& w, int threads) {
+  const int batches = (w.num_tokens + kBatch - 1) / kBatch;
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1 && w.num_tokens * w.num_kv_heads >= 2 * kBatch)
+  for (int batch = 0; batch < batches; ++batch)
+    for (int head = 0; head < w.num_kv_heads; ++head)
+      write_batch<Source, Page>(w, batch * kBatch, std::min(w.num_tokens, (batch + 1) * kBatch), head);
+}
+
+template <typename Source>
+void write_to(const Write& w, DataType page_type, int threads) {
+  with_type(page_type, [&](auto page) { write_all<Source, decltype(page)>(w, threads); });
+}
+
+}  // namespace
+}  // namespace ifb
+
+extern "C" void ifb_kv_cache_write(const void* keys, int64_t key_stride, const void* values, int64_t value_stride,
+                                   void* key_pages, void* value_pages, const int64_t* slots, int num_tokens,
+                                   int num_kv_heads, int head_dim, int block_size, int source_type, int page_type,
+                                   int threads) {
+  using namespace ifb;
+  const Write w{keys, values, key_stride, value_stride, key_pages, value_pages, slots,
+                num_tokens, num_kv_heads, head_dim, block_size};
+  with_type(DataType(source_type), [&](auto source) { write_to<decltype(source)>(w, DataType(page_type), threads); });
+}

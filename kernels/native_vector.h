@@ -1,0 +1,166 @@
+// Vectors of floats as wide as the machine's registers, their loads and stores from the three page types, and exp2.
+// GCC/Clang vector extensions only: one source serves AVX-512, AVX2, SSE and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ifb {
+
+// kLanes: floats in a register. kAccumulators: how many registers a matrix product may hold its sums in, leaving some
+// for the operands.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kAccumulators = 24;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kAccumulators = 12;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kAccumulators = 24;
+#else
+constexpr int kLanes = 4, kAccumulators = 12;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecBits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * kLanes)));
+
+struct Bfloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+enum DataType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };  // as in native.py
+
+// Calls `f` with a value of the C++ type that `type` names.
+template <typename F>
+inline void with_type(DataType type, F f) {
+  switch (type) {
+    case kBfloat16: return f(Bfloat16{});
+    case kFloat16: return f(Float16{});
+    default: return f(0.0f);
+  }
+}
+
+inline Vec splat(float x) { return Vec{} + x; }
+inline VecBits splat_bits(uint32_t x) { return VecBits{} + x; }
+inline Vec as_float(VecBits x) { return (Vec)x; }
+inline VecBits as_bits(Vec x) { return (VecBits)x; }
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+// ---- load and store kLanes values, at any address -------------------------------------------------------------------
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline VecBits load_halves(const void* p) {
+  VecHalf h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, VecBits);
+}
+
+inline void store_halves(void* p, VecBits v) {
+  VecHalf h = __builtin_convertvector(v, VecHalf);
+  std::memcpy(p, &h, sizeof h);
+}
+
+inline Vec load(const Bfloat16* p) { return as_float(load_halves(p) << 16); }
+
+inline void store(Bfloat16* p, Vec v) {  // rounds to nearest, ties to even; NaN stays NaN
+  VecBits x = as_bits(v);
+  VecBits rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+  store_halves(p, v == v ? rounded : splat_bits(0x7fc0u));
+}
+
+inline Vec load(const Float16* p) {
+  VecBits h = load_halves(p);
+  // Placing the half's exponent and mantissa as a float's leaves the value short by 2^112; subnormals come out right too.
+  Vec magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
+  VecBits special = (h & 0x7c00u) == 0x7c00u ? splat_bits(0x7f800000u) : splat_bits(0);
+  return as_float(as_bits(magnitude) | special | ((h & 0x8000u) << 16));
+}
+
+inline void store(Float16* p, Vec v) {  // rounds to nearest, ties to even, over to infinity; NaN stays NaN
+  VecBits sign = (as_bits(v) >> 16) & 0x8000u;
+  VecBits x = as_bits(v) & 0x7fffffffu;
+  VecBits normal = (x - (112u << 23) + 0xfffu + ((x >> 13) & 1u)) >> 13;
+  // Adding 0.5 leaves a subnormal half's ten bits, rounded, at the end of the mantissa.
+  VecBits subnormal = as_bits(as_float(x) + 0.5f) - (126u << 23);
+  VecBits special = x > 0x7f800000u ? splat_bits(0x7e00u) : splat_bits(0x7c00u);
+  VecBits finite = x < (113u << 23) ? subnormal : normal;
+  store_halves(p, sign | (x >= (143u << 23) ? special : finite));
+}
+
+// ---- the first n < kLanes values, the others zero -------------------------------------------------------------------
+
+template <typename T>
+inline Vec load_some(const T* p, int n) {
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+
+template <typename T>
+inline void store_some(T* p, Vec v, int n) {
+  T buffer[kLanes];
+  store(buffer, v);
+  std::memcpy(p, buffer, n * sizeof(T));
+}
+
+template <typename T>
+inline float load_one(const T* p) { return load_some(p, 1)[0]; }
+template <>
+inline float load_one(const float* p) { return *p; }
+
+// Round to T's precision, as a store and a load would.
+template <typename T>
+inline Vec rounded_to(Vec v) {
+  T buffer[kLanes];
+  store(buffer, v);
+  return load(buffer);
+}
+template <>
+inline Vec rounded_to<float>(Vec v) { return v; }
+
+// ---- reductions and the exponential ---------------------------------------------------------------------------------
+
+inline float sum_of(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float max_of(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// 2^x for x <= 126, within 2 units in the last place; exactly 0 below -126 and for -infinity.
+inline Vec exp2_of(Vec x) {
+  const float kRounder = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits of the mantissa
+  Vec clamped = maximum(x, splat(-126.0f));
+  Vec shifted = clamped + kRounder;
+  Vec f = clamped - (shifted - kRounder);  // in [-0.5, 0.5]
+  // ln(2)^k / k!: the Taylor series, whose first term left out is below 6e-8 of the whole on this interval.
+  Vec y = splat(1.5403530e-4f);
+  y = y * f + 1.3333558e-3f;
+  y = y * f + 9.6181291e-3f;
+  y = y * f + 5.5504109e-2f;
+  y = y * f + 2.4022651e-1f;
+  y = y * f + 6.9314718e-1f;
+  y = y * f + 1.0f;
+  Vec scaled = as_float(as_bits(y) + (as_bits(shifted) << 23));
+  return x < -126.0f ? Vec{} : scaled;
+}
+
+inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
+
+}  // namespace ifb
