@@ -1,4 +1,4 @@
-"""The native CPU library: compiled from the C++ beside this file on first use, kept in a cache folder, loaded by ctypes.
+"""The native CPU library: compiled on first use from the C++ beside this file, kept in a cache folder, called by ctypes.
 
 The machine's own compiler makes it (`$CXX`, else g++, clang++ or c++), for the machine's own instruction set. The file
 is named for everything that shapes it - sources, flags, compiler, processor - so a stale one is never loaded, and it
@@ -46,9 +46,7 @@ _SIGNATURES = {
         *(_POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
         *(_INT, _INT, _INT, _INT, _INT, _INT, _INT),
     ),
-    "ifb_rms_norm": (
-        *(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT, _INT),
-    ),
+    "ifb_rms_norm": (*(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT, _INT),),
     "ifb_rotary_embedding": (
         *(_POINTER, _INT64, _INT, _POINTER, _INT64, _INT, _POINTER, _POINTER, _POINTER, _INT64),
         *(_INT, _INT, _INT, _INT),
@@ -107,11 +105,12 @@ def _cached_or_built() -> Path:
 def _compiler() -> list[str]:
     """The compiler's command line. Raises NativeBuildError if there is none."""
     chosen = os.environ.get("CXX")
-    for candidate in [chosen] if chosen else ["g++", "clang++", "c++"]:
+    candidates = [chosen] if chosen else ["g++", "clang++", "c++"]
+    for candidate in candidates:
         command = shlex.split(candidate)
         if command and shutil.which(command[0]):
             return command
-    raise NativeBuildError(f"no C++ compiler: {chosen or 'g++, clang++ or c++'} was not found (set CXX, or install g++)")
+    raise NativeBuildError(f"no C++ compiler: none of {', '.join(candidates)} was found (install g++, or set CXX)")
 
 
 def _fingerprint(compiler: list[str]) -> str:
