@@ -1,4 +1,4 @@
-"""The native CPU library: compiled on first use from the C++ beside this file, kept in a cache folder, called by ctypes.
+"""The native CPU library: compiled on first use from the C++ beside this file, kept in a cache, called by ctypes.
 
 The machine's own compiler makes it (`$CXX`, else g++, clang++ or c++), for the machine's own instruction set. The file
 is named for everything that shapes it - sources, flags, compiler, processor - so a stale one is never loaded, and it
