@@ -34,12 +34,11 @@ _CHUNK_ELEMENTS_OF_A_GPU = 2**25
 
 
 class SamplerState:
-    """The sampling settings of the running requests, by slot: small arrays on the host, of which a step gathers its rows."""
+    """The running requests' settings by slot, in small arrays on the host; a step gathers its rows and builds none."""
 
     def __init__(self, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self.greedy = np.ones(max_num_seqs, dtype=bool)
-        self.needs_order = np.zeros(max_num_seqs, dtype=bool)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.temperature = np.ones(max_num_seqs)
         self.top_k = np.full(max_num_seqs, _KEEP_ALL, dtype=np.int64)
@@ -51,12 +50,10 @@ class SamplerState:
 
     def set(self, slot: int, params: SamplingParams, seed: int) -> None:
         """Gives `slot` (0 to max_num_seqs - 1) to a request; overwrites all that its last holder left."""
-        top_k = params.top_k if params.top_k > 0 else _KEEP_ALL
         self.greedy[slot] = params.greedy
-        self.needs_order[slot] = top_k < _KEEP_ALL or params.top_p < 1.0
         self.seed[slot] = seed
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(top_k, _KEEP_ALL)
+        self.top_k[slot] = min(params.top_k, _KEEP_ALL) if params.top_k > 0 else _KEEP_ALL
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.min_tokens[slot] = params.min_tokens
@@ -128,12 +125,14 @@ def kept_weights(
     Yields (rows int64 [R], ids int64 [R, W] or None, weights int64 [R, W]); every row of `logits` [S, V] comes once.
     `ids` are the token ids of the columns; None: column j is token j. Weight 0: filtered out.
     """
-    settings = np.stack([state.temperature[slots], state.top_k[slots], state.top_p[slots], state.min_p[slots]])
-    temperature, top_k, top_p, min_p = _to_device(settings, logits)[..., None]
+    vocab_size = logits.shape[1]
+    settings = np.stack([state.temperature[slots], state.top_p[slots], state.min_p[slots]])
+    temperature, top_p, min_p = _to_device(settings, logits)[..., None]
+    top_k = _to_device(np.where(state.top_k[slots] < vocab_size, state.top_k[slots], _KEEP_ALL), logits)[:, None]
     # The maximum goes first: the quotient of the best token is then 0 at any temperature, never inf.
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.float())
     probs = scores.softmax(-1)
-    needs_order = state.needs_order[slots]
+    needs_order = (state.top_k[slots] < vocab_size) | (state.top_p[slots] < 1.0)
     if not needs_order.all():
         rows = _to_device(np.flatnonzero(~needs_order), logits)
         kept = probs if not needs_order.any() else probs[rows]
@@ -141,34 +140,46 @@ def kept_weights(
             kept = kept.masked_fill(kept < min_p[rows].float() * kept.amax(-1, keepdim=True), 0.0)
         yield rows, None, _weights(kept)
     rows = _to_device(np.flatnonzero(needs_order), logits)
-    vocab_size = logits.shape[1]
     for width in (*_CANDIDATES, vocab_size):
         if not len(rows):
             return
         if width > vocab_size:
             continue
-        values, ids = _in_order(scores if len(rows) == len(scores) else scores[rows], width)
-        weights = _weights(probs[rows].gather(1, ids))
-        keep = _keep(values, weights, top_k[rows].long(), top_p[rows], min_p[rows])
-        # Tokens beyond the candidates are none of ours if the least one kept is above the last candidate. A row that
-        # can not be sampled is let go with whatever it has.
-        least = torch.where(keep, values, torch.inf).amin(-1)
+        everyone = len(rows) == len(scores)
+        row_scores, row_probs = (scores, probs) if everyone else (scores[rows], probs[rows])
+        values, ids = _in_order(row_scores, width)
+        weights = _weights(row_probs.gather(1, ids))
+        whole = row_probs.sum(-1, keepdim=True, dtype=torch.float64) * _WEIGHT_OF_ONE
+        keep, least = _keep(values, weights, whole, top_k[rows], top_p[rows], min_p[rows])
+        # Tokens beyond the candidates are none of ours if all that matter are above the last candidate. A row that can
+        # not be sampled is let go with whatever it has.
         done = (least > values[:, -1]) | values[:, 0].isnan() | (width == vocab_size)
         yield rows[done], ids[done], weights.masked_fill_(~keep, 0)[done]
         rows = rows[~done]
 
 
 def _keep(
-    values: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """Which candidates stay: bool [R, W]. values: scores in falling order; weights: theirs; settings: [R, 1]."""
-    width = values.shape[1]
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    whole: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which candidates stay, bool [R, W], and the least score on which that rests, [R].
+
+    values: scores in falling order, [R, W]; weights: theirs; whole: the weight of all tokens and settings: [R, 1].
+    """
+    limited = top_k < _KEEP_ALL
     # Tokens as likely as the k-th stay too, as in transformers.
-    keep = values >= values.gather(1, (top_k - 1).clamp(max=width - 1))
-    total = torch.where(top_k < _KEEP_ALL, (weights * keep).sum(-1, keepdim=True).double(), _WEIGHT_OF_ONE)
+    kth = values.gather(1, (top_k - 1).clamp(max=values.shape[1] - 1))
+    keep = ~limited | (values >= kth)
+    whole = torch.where(limited, (weights * keep).sum(-1, keepdim=True).double(), whole)
     before = weights.cumsum(-1) - weights
-    keep &= (before.double() < top_p * total) | (top_p >= 1.0)
-    return keep & (values.exp() >= min_p.float()) & (weights > 0)
+    keep &= (before.double() < top_p * whole) | (top_p >= 1.0)
+    keep &= (values.exp() >= min_p.float()) & (weights > 0)
+    least = torch.where(keep, values, torch.inf).amin(-1)
+    return keep, torch.where(limited, kth, least[:, None]).squeeze(1)
 
 
 def _in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +195,7 @@ def _in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _weights(probs: torch.Tensor) -> torch.Tensor:
-    return (probs.double() * _WEIGHT_OF_ONE).long()
+    return probs.double().mul_(_WEIGHT_OF_ONE).long()
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """When an answer ends and which of its text may be shown yet.
 
 Token level: the model's end-of-sequence ids, `stop_token_ids`, the token limit. Text level: stop strings, which may
-span several tokens and end inside one. Meanings follow vLLM, with one difference: which stop string wins does not depend
-on how the text is cut into tokens (see `StopStrings`).
+span several tokens and end inside one. Meanings follow vLLM, with one difference: which stop string wins does not
+depend on how the text is cut into tokens (see `StopStrings`).
 """
 
 from __future__ import annotations
