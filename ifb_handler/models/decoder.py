@@ -1,0 +1,126 @@
+"""The decoder of the Llama family, on one flat axis of tokens.
+
+Llama 2 and 3, Mistral, Qwen2 and Qwen3 differ only in what `DecoderConfig` says. The decoder knows nothing of requests:
+T tokens of any number of sequences lie one after another, and attention alone is told, by `RaggedLayout`, which are
+whose (selective batching, Orca, Yu et al. 2022).
+
+    x = embedding[token_ids]
+    for each layer:   x = x + attention(norm(x));   x = x + feed_forward(norm(x))
+    hidden = norm(x);   logits = hidden @ output^T
+
+The additions are fused into the norm that follows them, so a layer passes on (what to add, the sum so far).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ifb_handler.models.decoder_config import DecoderConfig
+from ifb_handler.models.embedding import Embedding
+from ifb_handler.models.linear import Linear, gemm_rows, pad_rows
+from ifb_handler.models.rope import RotaryTable
+from ifb_handler.models.stopwatch import Stopwatch
+from ifb_kernels.backend import AttentionBackend
+from ifb_kernels.layout import LayerKV, RaggedLayout
+from ifb_kernels.rms_norm import rms_norm
+from ifb_kernels.rotary_embedding import rotary_embedding
+from ifb_kernels.silu_and_mul import silu_and_mul
+
+
+@dataclass
+class DecoderLayer:
+    """The weights of one layer. `qkv` yields all query heads, then key heads, then value heads; `gate_up` both halves.
+
+    query_norm, key_norm    [head_dim], None unless the architecture has them
+    """
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_out: Linear
+    feed_forward_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+class Decoder:
+    """Runs ragged batches. `stopwatch` sums the seconds of `gemm` (all matrix products) and `attention`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Embedding,
+        layers: list[DecoderLayer],
+        norm: torch.Tensor,
+        output: Linear,
+        backend: AttentionBackend,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.output = output
+        self.backend = backend
+        self.rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, norm.device)
+        self.stopwatch = Stopwatch()
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: RaggedLayout, pages: list[LayerKV]
+    ) -> torch.Tensor:
+        """`token_ids` and `positions`, int64 [T] -> the hidden states after the last norm, [T, hidden_size].
+
+        Every token's keys and values are written to `pages`, one LayerKV a layer, before its layer attends.
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        tokens = token_ids.shape[0]
+        rows = gemm_rows(tokens, self.output.is_packed)
+        positions = pad_rows(positions, rows)
+        cos, sin = self.rotary.upto(layout.max_context_len)
+
+        x, residual = self.embedding(pad_rows(token_ids, rows)), None
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            normed, residual = rms_norm(x, layer.attention_norm, eps, residual)
+            qkv = self._multiply(layer.qkv, normed).view(rows, -1, config.head_dim)
+            q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                q, k = rms_norm(q, layer.query_norm, eps)[0], rms_norm(k, layer.key_norm, eps)[0]
+            rotary_embedding(q, k, cos, sin, positions)
+            attended = self._attend(layer, q[:tokens], k[:tokens], v[:tokens], layer_pages, layout)
+            x = self._multiply(layer.attention_out, pad_rows(attended.reshape(tokens, -1), rows))
+
+            normed, residual = rms_norm(x, layer.feed_forward_norm, eps, residual)
+            x = self._multiply(layer.down, silu_and_mul(self._multiply(layer.gate_up, normed)))
+        return rms_norm(x, self.norm, eps, residual)[0][:tokens]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` [S, hidden_size], those rows of `forward`'s result that want a next token -> float32 [S, vocab]."""
+        rows = gemm_rows(hidden.shape[0], self.output.is_packed)
+        return self._multiply(self.output, pad_rows(hidden, rows))[: hidden.shape[0]].float()
+
+    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        started = time.perf_counter()
+        y = linear(x)
+        self.stopwatch.add("gemm", time.perf_counter() - started)
+        return y
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: LayerKV,
+        layout: RaggedLayout,
+    ) -> torch.Tensor:
+        started = time.perf_counter()
+        self.backend.write(k, v, pages, layout)
+        attended = self.backend.attend(q, pages, layout, self.config.head_dim**-0.5, layer.sliding_window)
+        self.stopwatch.add("attention", time.perf_counter() - started)
+        return attended

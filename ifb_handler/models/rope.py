@@ -1,0 +1,91 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021): tables of cosines and sines, and how contexts stretch them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ifb_handler.models.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+# Rows that a table starts with; it doubles when a longer context comes.
+_FIRST_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How fast each pair of channels turns.
+
+    type                 default; linear (every frequency divided by `factor`); llama3 (Llama 3.1: long wavelengths
+                         divided by `factor`, short ones kept, those between interpolated)
+    frequency_factors    divisors of each frequency, as a GGUF file states them in `rope_freqs.weight`; () for none
+    """
+
+    theta: float = 10_000.0
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    frequency_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.type not in ROPE_TYPES:
+            raise ModelError(f"rope_type: {self.type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ModelError(f"rope {name}: {value!r} is not a number above 0")
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"rope high_freq_factor: {self.high_freq_factor} is not above low_freq_factor ({self.low_freq_factor})"
+            )
+
+
+def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
+    """Radians a position for each pair of channels: float32 [head_dim / 2], computed as `transformers` does."""
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.frequency_factors:
+        if len(rope.frequency_factors) != head_dim // 2:
+            raise ModelError(
+                f"rope_freqs.weight: {len(rope.frequency_factors)} factors for {head_dim // 2} frequencies"
+            )
+        frequencies = frequencies / torch.tensor(rope.frequency_factors)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "llama3":
+        return _llama3(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    trained, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (trained / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    stretched = torch.where(wavelengths > trained / low, frequencies / rope.factor, between)
+    return torch.where(wavelengths < trained / high, frequencies, stretched)
+
+
+class RotaryTable:
+    """cos and sin of position * frequency, float32 [rows, head_dim / 2] each, grown as contexts grow."""
+
+    def __init__(self, rope: RopeParameters, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._max_positions = max_positions
+        self._tabulate(min(_FIRST_ROWS, max_positions))
+
+    def upto(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of at least `positions` rows: every position below `positions` may be looked up."""
+        rows = self._cos.shape[0]
+        if positions > rows:
+            self._tabulate(max(positions, min(2 * rows, self._max_positions)))
+        return self._cos, self._sin
+
+    def _tabulate(self, rows: int) -> None:
+        positions = torch.arange(rows, dtype=torch.float32, device=self._frequencies.device)
+        angles = positions[:, None] * self._frequencies
+        self._cos, self._sin = angles.cos(), angles.sin()
