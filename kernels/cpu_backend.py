@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout
+from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together
 from ifb_kernels.native import DATA_TYPES
 
 
@@ -47,7 +47,7 @@ class CpuBackend(AttentionBackend):
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
         num_tokens, num_kv_heads, head_dim = keys.shape
-        keys, values = _heads_together(keys), _heads_together(values)
+        keys, values = heads_together(keys), heads_together(values)
         self._library.ifb_kv_cache_write(
             keys.data_ptr(),
             keys.stride(0),
@@ -73,8 +73,8 @@ class CpuBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        queries = _heads_together(queries)
-        output = torch.empty(queries.shape, dtype=queries.dtype)
+        queries = heads_together(queries)
+        output = queries.new_empty(*queries.shape)
         self._library.ifb_paged_attention(
             output.data_ptr(),
             queries.data_ptr(),
@@ -97,10 +97,3 @@ class CpuBackend(AttentionBackend):
             torch.get_num_threads(),
         )
         return output
-
-
-def _heads_together(tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` [T, H, D] with each token's heads and channels contiguous: itself, but for odd strides."""
-    if tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]:
-        return tokens
-    return tokens.contiguous()

@@ -42,3 +42,10 @@ class LayerKV(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+def heads_together(tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` [T, H, D] with each token's heads and channels contiguous: itself, or a copy if its strides are odd."""
+    if tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]:
+        return tokens
+    return tokens.contiguous()

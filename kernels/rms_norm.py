@@ -29,7 +29,7 @@ def rms_norm(
         return rms_norm_reference(x, weight, eps, residual)
     if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
         raise ValueError(f"residual: must be contiguous and of x's shape {tuple(x.shape)}, is {tuple(residual.shape)}")
-    normed = torch.empty(x.shape, dtype=x.dtype)
+    normed = x.new_empty(*x.shape)
     library.ifb_rms_norm(
         normed.data_ptr(),
         None if residual is None else residual.data_ptr(),

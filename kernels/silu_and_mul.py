@@ -16,7 +16,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if library is None or gate_up.stride(1) != 1:
         return silu_and_mul_reference(gate_up)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = torch.empty(num_tokens, size, dtype=gate_up.dtype)
+    output = gate_up.new_empty(num_tokens, size)
     library.ifb_silu_and_mul(
         output.data_ptr(),
         gate_up.data_ptr(),
