@@ -49,9 +49,8 @@ class Answer(ABC):
             raise APIError(500, f"generation failed: {output.error or 'the engine gave no reason'}")
         if output.finish_reason is FinishReason.ABORT:
             raise APIError(503, "generation was aborted: the engine is stopping", code="engine_stopped")
-        if not self.asked.stream:
-            self.text.append(output.text)
-            self.token_ids.extend(output.token_ids)
+        self.text.append(output.text)
+        self.token_ids.extend(output.token_ids)
         self.last = output
 
     def stream(self, outputs: Sequence[RequestOutput]) -> str:

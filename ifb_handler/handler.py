@@ -1,0 +1,73 @@
+"""The entry point that TorchServe loads; torch-model-archiver is given this file as --handler."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class IFBHandler:
+    """In-flight batching behind TorchServe's `continuousBatching: true`.
+
+    TorchServe calls `handle` over and over with the ids of all live requests. The engine runs on a thread of its own;
+    a call hands it what is new, cancels what is gone, and returns what has been generated since the last call.
+    """
+
+    def initialize(self, context: Any) -> None:
+        """Load the model and start the engine. Raises on what cannot be served, and says so in one line of the log."""
+        # TorchServe gives a worker two minutes to come up but startupTimeout to load: the heavy imports belong here.
+        from ifb_handler.api.served_model import ServedModel
+        from ifb_handler.engine.engine import Engine
+        from ifb_handler.torchserve.metrics import MetricsReporter
+        from ifb_handler.torchserve.options import read_options
+        from ifb_handler.torchserve.round_trip import RoundTrip
+
+        try:
+            options = read_options(context)
+            engine = Engine.from_config(options)
+        except Exception as error:
+            logger.error("%s cannot be served: %s: %s", context.model_name, type(error).__name__, error)
+            raise
+        model = ServedModel(
+            name=engine.model_name,
+            aliases=(context.model_name,),
+            tokenizer=engine.tokenizer,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            default_max_tokens=options.default_max_tokens,
+        )
+        metrics = MetricsReporter(engine.stats, context.metrics, context.model_name)
+        self.round_trip = RoundTrip(engine, model, metrics.finished)
+        atexit.register(engine.shutdown)
+        if (batch_size := context.system_properties.get("batch_size") or 0) < options.max_num_seqs:
+            logger.warning(
+                "batchSize %d is below max_num_seqs %d: TorchServe lets in fewer requests than could run; raise it",
+                batch_size,
+                options.max_num_seqs,
+            )
+
+    def preprocess(self, data: list[dict[str, Any]], context: Any) -> None:
+        """Submit the requests that are new, cancel those whose clients have hung up."""
+        self.round_trip.take_in(data, context)
+
+    def inference(self) -> None:
+        """Collect what the engine has generated; wait for it, but only for milliseconds."""
+        self.round_trip.collect()
+
+    def postprocess(self, context: Any) -> list[bytes | None]:
+        """Tell each client what is new for it."""
+        return self.round_trip.replies(context)
+
+    def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes | None]:
+        """One round trip. Never raises: an exception would end every live request."""
+        with self.round_trip.call():
+            try:
+                self.preprocess(data, context)
+                self.inference()
+                return self.postprocess(context)
+            except Exception:
+                logger.exception("the round trip failed")
+                return self.round_trip.give_up(context)

@@ -1,0 +1,214 @@
+"""TorchServe's continuousBatching round trip: new requests and hang-ups for news. It never waits for a step.
+
+The frontend calls with the ids of all live requests, those it has not been answered yet with their bodies; the reply
+is built from `context.request_ids` as the call leaves it. What the rules are, and who checks them in TorchServe:
+
+- an index deleted from `context.request_ids` is left out of the reply and stays live;
+- `context.stopping_criteria[index]` says what a reply is: True the last chunk, False a chunk, None the whole answer;
+- an exception, or a list of another length, fails every live request: so nothing may be raised here;
+- a live request whose client has hung up is dropped when a chunk for it is written: its id is then missing from the
+  next call, and when it was the only one there is no next call (`_Absence`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ifb_handler.api import routes, sse
+from ifb_handler.api.errors import APIError
+from ifb_handler.api.prompts import Prompt
+from ifb_handler.api.served_model import ServedModel
+from ifb_handler.engine.engine import Engine
+from ifb_handler.engine.outputs import RequestOutput
+from ifb_handler.engine.request import GenerationRequest
+from ifb_handler.torchserve.absence import Absence
+from ifb_handler.torchserve.conversation import Conversation, Reply
+from ifb_handler.torchserve.inbox import Inbox
+
+logger = logging.getLogger(__name__)
+
+# A new request is seen at the next round trip, so none lasts longer than this (seconds), whatever a step takes ...
+MAX_WAIT = 0.025
+# ... and with news in hand none is shorter: quick steps share one, as each costs the frontend milliseconds.
+MIN_INTERVAL = 0.015
+# Characters of new prompts that one round trip tokenizes itself (about 6 ms); the others go to a thread of their own.
+INLINE_CHARACTERS = 8192
+# Prompt tokens from which a request is sent a chunk at once, so that TorchServe stops sending its body again.
+LARGE_PROMPT_TOKENS = 4096
+
+
+class RoundTrip:
+    """The bridge between TorchServe's calls, on one thread, and the engine's outputs.
+
+    on_finished    is told the last output of every request that the engine has finished (for metrics)
+    """
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, on_finished: Callable[[RequestOutput], None] = lambda output: None
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._on_finished = on_finished
+        self._live: dict[str, Conversation] = {}
+        self._inbox = Inbox(self._is_streaming)
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="ifb-tokenize")
+        self._num_requests = 0  # of the call that is being answered
+        self._inline_characters = 0
+        self._last_reply = 0.0
+        self._absence = Absence(self._abandon)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Around one call of TorchServe's: `take_in`, `collect` and `replies`, or else `give_up`."""
+        return self._absence.present()
+
+    def close(self) -> None:
+        """Let go of the helper threads; the engine is its owner's to stop."""
+        self._absence.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    # In
+
+    def take_in(self, data: Sequence[Mapping[str, Any]], context: Any) -> None:
+        """Open the requests that are new and cancel those that are missing; `data` as a handler is given it."""
+        self._num_requests = len(data)
+        ids: dict[int, str] = context.request_ids
+        for request_id in self._live.keys() - set(ids.values()):
+            del self._live[request_id]
+            self._engine.cancel(request_id)
+        self._inline_characters = INLINE_CHARACTERS
+        for index, request_id in ids.items():
+            if request_id not in self._live:
+                self._open(request_id, data[index], context.get_all_request_header(index))
+
+    def _open(self, request_id: str, parts: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
+        over_http = any(isinstance(value, str) for value in headers.values())  # gRPC brings no headers
+        conversation = Conversation(request_id, time.monotonic(), can_stream=over_http)
+        self._live[request_id] = conversation
+        try:
+            self._understand(conversation, parts, headers)
+        except Exception as error:
+            self._fail(conversation, error)
+
+    def _understand(self, conversation: Conversation, parts: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
+        if headers.get("explain") == "True":
+            raise APIError(501, "a language model has no explanations; use /predictions")
+        described = headers.get("describe") == "True"
+        route, rest = routes.find("v1/models" if described else headers.get("url_path") or "")
+        if isinstance(route, routes.Information):
+            conversation.tell(sse.compact(routes.inform(route, rest, parts, self._engine, self._model)))
+            return
+        asked = route.read(route.read_body(parts), self._model)
+        asked.prompt.check_length(self._model)
+        conversation.answer = route.answer(asked, conversation.request_id, self._model.name)
+        self._tokenize(conversation, asked.prompt)
+
+    def _tokenize(self, conversation: Conversation, prompt: Prompt) -> None:
+        self._inline_characters -= prompt.characters
+        if self._inline_characters >= 0:
+            self._submit(conversation, prompt.token_ids(self._model))
+            return
+        request_id = conversation.request_id
+        tokens = self._tokenizing.submit(prompt.token_ids, self._model)
+        tokens.add_done_callback(lambda done: self._inbox.put_tokenized(request_id, done))
+
+    def _submit(self, conversation: Conversation, tokens: list[int]) -> None:
+        params = conversation.answer.asked.params
+        self._engine.submit(GenerationRequest(conversation.request_id, tokens, params), self._inbox)
+        if len(tokens) >= LARGE_PROMPT_TOKENS:
+            conversation.probe_soon()
+
+    # Between
+
+    def _is_streaming(self, request_id: str) -> bool:
+        conversation = self._live.get(request_id)
+        return conversation is not None and conversation.wants_events
+
+    def collect(self) -> None:
+        """Wait for news, unless there is some already, and hand it to the conversations."""
+        if not any(conversation.has_news for conversation in self._live.values()):
+            self._inbox.wait(MAX_WAIT)
+            time.sleep(max(0.0, self._last_reply + MIN_INTERVAL - time.monotonic()))
+        outputs, tokenized = self._inbox.take()
+        for request_id, tokens in tokenized:
+            self._about(request_id, self._submit_tokenized, tokens)
+        for output in outputs:
+            if output.finished:
+                self._on_finished(output)
+            self._about(output.request_id, Conversation.hear, output)
+
+    def _submit_tokenized(self, conversation: Conversation, tokens: Future[list[int]]) -> None:
+        self._submit(conversation, tokens.result())
+
+    def _about(self, request_id: str, act: Callable[[Conversation, Any], None], news: Any) -> None:
+        """News of a request: of no interest once its client has gone, and its failure is that request's alone."""
+        conversation = self._live.get(request_id)
+        if conversation is None:
+            return
+        try:
+            act(conversation, news)
+        except Exception as error:
+            self._fail(conversation, error)
+
+    def _fail(self, conversation: Conversation, error: Exception) -> None:
+        told = APIError.of(error)
+        if told.status == 500 and told is not error:
+            logger.exception("request %s failed", conversation.request_id, exc_info=error)
+        conversation.fail(told)
+        self._engine.cancel(conversation.request_id)
+
+    def _abandon(self) -> None:
+        """No call has come although every client was just written to: all have hung up (called by `Absence`)."""
+        for conversation in self._live.values():
+            conversation.fail(APIError(503, "TorchServe has not asked for this answer for too long; send it again"))
+            self._engine.cancel(conversation.request_id)
+
+    # Out
+
+    def replies(self, context: Any) -> list[bytes | None]:
+        """What a handler returns; `context` is left saying how each reply is meant."""
+        now = self._last_reply = time.monotonic()
+        ids: dict[int, str] = context.request_ids
+        replies: list[bytes | None] = [None] * self._num_requests
+        context.stopping_criteria = {}
+        for index, request_id in list(ids.items()):
+            conversation = self._live[request_id]
+            reply = self._next_reply(conversation, now)
+            if reply is None:
+                del ids[index]
+                continue
+            replies[index] = reply.body
+            _set_reply(context, index, reply)
+            if conversation.over:
+                del self._live[request_id]
+        if self._live and self._live.keys() <= set(ids.values()):
+            self._absence.arm()
+        return replies
+
+    def give_up(self, context: Any) -> list[bytes | None]:
+        """End every live request with an error: after a failure that is no single request's."""
+        for request_id in context.request_ids.values():
+            conversation = self._live.setdefault(request_id, Conversation(request_id, time.monotonic()))
+            conversation.fail(APIError(500, "internal error in the round trip; the server's log has the details"))
+            self._engine.cancel(request_id)
+        return self.replies(context)
+
+    def _next_reply(self, conversation: Conversation, now: float) -> Reply | None:
+        try:
+            return conversation.next_reply(now)
+        except Exception as error:
+            self._fail(conversation, error)
+            return conversation.next_reply(now)
+
+
+def _set_reply(context: Any, index: int, reply: Reply) -> None:
+    context.stopping_criteria[index] = lambda _: reply.last
+    context.set_response_content_type(index, reply.content_type)
+    for name, value in reply.headers.items():
+        context.set_response_header(index, name, value)
+    if reply.status != 200:
+        context.set_response_status(reply.status, reply.phrase, index)
