@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
+from ifb_handler.models.source import resolve
+from ifb_handler.models.tokenizer import load_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. Isn't it so? 1 + 1 = 2, he said.",
@@ -70,13 +73,23 @@ def _word_piece() -> Tokenizer:
     return tokenizer
 
 
-BUILDERS = {"byte_level": _byte_level, "llama": _llama, "unigram": _unigram, "word_piece": _word_piece}
+def _smollm2() -> PreTrainedTokenizerFast:
+    return load_tokenizer(resolve("smollm2-135m"))
+
+
+BUILDERS = {
+    "smollm2": _smollm2,
+    "byte_level": _byte_level,
+    "llama": _llama,
+    "unigram": _unigram,
+    "word_piece": _word_piece,
+}
 
 
 @cache
 def _tokenizer(kind: str) -> tuple[Tokenizer, Vocabulary]:
     tokenizer = BUILDERS[kind]()
-    return tokenizer, Vocabulary(tokenizer)
+    return getattr(tokenizer, "backend_tokenizer", tokenizer), Vocabulary(tokenizer)
 
 
 def _stream(vocabulary: Vocabulary, ids: list[int], skip: bool = True, prompt: list[int] | None = None) -> list[str]:
@@ -100,7 +113,7 @@ def _ids(tokenizer: Tokenizer, data: st.DataObject) -> list[int]:
     return [i for piece in data.draw(st.lists(part | noise, max_size=8)) for i in piece]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "unigram", "word_piece"])
+@pytest.mark.parametrize("kind", ["smollm2", "byte_level", "unigram", "word_piece"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_tokens_joined_equal_the_whole_decode(kind: str, data: st.DataObject) -> None:
@@ -136,7 +149,7 @@ def test_after_a_prompt_the_text_is_what_decode_of_both_adds(kind: str, data: st
         assert _agree(before + streamed, both)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize("kind", ["smollm2", "byte_level", "llama"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_half_a_character_is_never_shown(kind: str, text: str) -> None:
     tokenizer, vocabulary = _tokenizer(kind)
@@ -149,7 +162,7 @@ def test_half_a_character_is_never_shown(kind: str, text: str) -> None:
 
 
 def test_half_a_character_at_the_end_of_the_prompt_is_completed_by_the_answer() -> None:
-    for kind in ("byte_level", "llama"):
+    for kind in ("smollm2", "byte_level", "llama"):
         tokenizer, vocabulary = _tokenizer(kind)
         ids = tokenizer.encode("x👩", add_special_tokens=False).ids
         halves = [cut for cut in range(len(ids)) if tokenizer.decode(ids[:cut]).endswith("\ufffd")]

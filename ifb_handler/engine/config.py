@@ -106,7 +106,7 @@ def _typed(name: str, value: object, hint: object) -> object:
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in allowed:
         return value
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return float(value)
     if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, tuple(allowed)):
         names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ INVALID_TOKEN = -1
 """Stands in for a token where a row's logits hold NaN or +inf, or leave no token at all."""
 
 _WEIGHT_OF_ONE = 2.0**60
-_KEEP_ALL = 2**31 - 1
+_NO_LIMIT = 2**31 - 1
 # Rows that need their tokens in order are tried on this many candidates first: few rows need more, and a full sort
 # costs some thirty times as much.
 _CANDIDATES = (256, 4096)
@@ -41,7 +41,7 @@ class SamplerState:
         self.greedy = np.ones(max_num_seqs, dtype=bool)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.temperature = np.ones(max_num_seqs)
-        self.top_k = np.full(max_num_seqs, _KEEP_ALL, dtype=np.int64)
+        self.top_k = np.full(max_num_seqs, _NO_LIMIT, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs)
         self.min_p = np.zeros(max_num_seqs)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -53,10 +53,10 @@ class SamplerState:
         self.greedy[slot] = params.greedy
         self.seed[slot] = seed
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(params.top_k, _KEEP_ALL) if params.top_k > 0 else _KEEP_ALL
+        self.top_k[slot] = min(params.top_k, _NO_LIMIT) if params.top_k > 0 else _NO_LIMIT
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.min_tokens[slot] = params.min_tokens
+        self.min_tokens[slot] = min(params.min_tokens, _NO_LIMIT)
         if params.min_tokens:
             stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
             if len(stops) > self.stop_ids.shape[1]:
@@ -128,7 +128,7 @@ def kept_weights(
     vocab_size = logits.shape[1]
     settings = np.stack([state.temperature[slots], state.top_p[slots], state.min_p[slots]])
     temperature, top_p, min_p = _to_device(settings, logits)[..., None]
-    top_k = _to_device(np.where(state.top_k[slots] < vocab_size, state.top_k[slots], _KEEP_ALL), logits)[:, None]
+    top_k = _to_device(np.where(state.top_k[slots] < vocab_size, state.top_k[slots], _NO_LIMIT), logits)[:, None]
     # The maximum goes first: the quotient of the best token is then 0 at any temperature, never inf.
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.float())
     probs = scores.softmax(-1)
@@ -170,7 +170,7 @@ def _keep(
 
     values: scores in falling order, [R, W]; weights: theirs; whole: the weight of all tokens and settings: [R, 1].
     """
-    limited = top_k < _KEEP_ALL
+    limited = top_k < _NO_LIMIT
     # Tokens as likely as the k-th stay too, as in transformers.
     kth = values.gather(1, (top_k - 1).clamp(max=values.shape[1] - 1))
     keep = ~limited | (values >= kth)

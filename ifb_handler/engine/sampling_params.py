@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,7 +71,7 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
 
 
 def _real(field: str, value: object, low: float, high: float, low_open: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or not low <= value <= high or (low_open and value == low):  # type: ignore[operator]
         bracket = "(" if low_open else "["
         raise RequestError(f"{field}: {value!r} is not a number in {bracket}{low:g}, {high:g}]", field)

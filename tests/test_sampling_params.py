@@ -1,0 +1,100 @@
+"""A request's settings: defaults, ranges, and errors that name the field and its value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ifb_handler.engine.errors import RequestError
+from ifb_handler.engine.sampling_params import MAX_SEED, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", "16"),
+        ("min_tokens", -1),
+        ("min_tokens", None),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 10**400),
+        ("temperature", None),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", -2),
+        ("top_k", 1.0),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("seed", 1.0),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", ["1"]),
+        ("stop_token_ids", [1.0]),
+        ("include_stop_str_in_output", 1),
+        ("ignore_eos", None),
+        ("skip_special_tokens", "false"),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_name(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{field: value})
+    assert error.value.param == field
+    assert error.value.message.startswith(f"{field}: {value!r} is not ")
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens: 5 is above max_tokens, 4") as error:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert error.value.param == "min_tokens"
+    assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", None),
+        ("temperature", 0),
+        ("temperature", 2),
+        ("top_k", -1),
+        ("top_k", 10**9),
+        ("top_p", 1),
+        ("top_p", 1e-9),
+        ("min_p", 1),
+        ("seed", None),
+        ("seed", MAX_SEED),
+    ],
+)
+def test_the_ends_of_each_range_are_allowed(field: str, value: object) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_one_stop_string_several_or_none_all_become_a_tuple() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None).stop == ()
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+
+
+def test_temperatures_too_small_to_tell_from_greedy_are_greedy() -> None:
+    assert SamplingParams(temperature=0.0).greedy
+    assert SamplingParams(temperature=1e-6).greedy
+    assert not SamplingParams(temperature=1e-4).greedy
