@@ -27,10 +27,9 @@ _WEIGHT_OF_ONE = 2.0**60
 _NO_LIMIT = 2**31 - 1
 # Rows that need their tokens in order are tried on this many candidates first: few rows need more, and a full sort
 # costs some thirty times as much.
-_CANDIDATES = (256, 4096)
+_CANDIDATES = (128, 4096)
 # Most elements of a chunk of rows: bounds the memory of the 8-byte copies of the logits (several times 8 bytes each).
-_CHUNK_ELEMENTS = {"cpu": 2**20}
-_CHUNK_ELEMENTS_OF_A_GPU = 2**25
+_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 
 
 class SamplerState:
@@ -90,8 +89,7 @@ class Sampler:
         valid = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
         random_rows = np.flatnonzero(~state.greedy[slots])
         if random_rows.size:
-            limit = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_OF_A_GPU)
-            chunk = max(1, limit // logits.shape[1])
+            chunk = max(1, _CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
             uniforms = uniform(state.seed[slots], positions)
             for start in range(0, random_rows.size, chunk):
                 rows = random_rows[start : start + chunk]

@@ -30,7 +30,6 @@ class StopStrings:
         """`include`: the text ends with the stop string rather than just before it."""
         self._stops = tuple(stops)
         self._include = include
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
@@ -51,7 +50,7 @@ class StopStrings:
                 end, start, stop = min(found)
                 self._held = ""
                 return text[: end if self._include else start], stop
-        shown = len(text) - self._length_to_hold(text)
+        shown = self._held_from(text)
         self._held = text[shown:]
         return text[:shown], None
 
@@ -60,12 +59,16 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    def _length_to_hold(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+    def _held_from(self, text: str) -> int:
+        """Where the longest suffix of `text` that is a proper prefix of a stop string begins."""
+        first = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1)
+            if 0 <= start < first:
+                first = start
+        return first
 
 
 @dataclass(frozen=True, slots=True)
