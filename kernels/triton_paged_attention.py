@@ -24,7 +24,7 @@ SPLIT_TOKENS = 1024
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
 def paged_attention_kernel(
     output,
     partials,
@@ -145,7 +145,7 @@ def paged_attention_kernel(
         tl.store(partial + HEAD_DIM + 1, total, mask=in_block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def merge_splits_kernel(
     output,
     partials,
@@ -191,7 +191,11 @@ def tile_sizes(group: int, head_dim: int, dtype: torch.dtype, max_query_len: int
     """(BLOCK_M, BLOCK_N): query rows (token and head) and keys of a tile. 16 rows are the least a product takes."""
     least = max(16, triton.next_power_of_2(group))
     block_m = least if max_query_len == 1 else max(least, 32 if head_dim > 128 else 64)
-    block_n = 32 if head_dim > 128 or dtype == torch.float32 else 64
+    block_n = 64 if head_dim <= 128 else 32
+    if dtype == torch.float32:
+        block_n //= (
+            2  # keeps a tile's keys and values within 64 KiB, the least shared memory of the GPUs we compile for
+        )
     return block_m, block_n
 
 
