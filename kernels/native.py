@@ -10,6 +10,7 @@ compiler `library()` is None, and every caller has a plain torch path.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -97,7 +98,8 @@ def _cached_or_built() -> Path:
             raise PermissionError(f"{folder} is not writable")
     except (OSError, RuntimeError) as error:
         folder = Path(tempfile.mkdtemp(prefix="torchserve-ifb-"))
-        logger.warning("no cache folder for native kernels (%s): they are built again in %s", error, folder)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        logger.warning("no cache folder for native kernels (%s): this process builds its own", error)
     _build(compiler, folder / name)
     return folder / name
 
