@@ -28,8 +28,8 @@ from ifb_handler.cli.ports import Ports
 from ifb_handler.cli.process_tree import stop_session
 from ifb_handler.cli.worker_log import LogLine, WorkerLog
 
-# TorchServe makes a Unix socket in its temporary folder, and the path of one may hold about 100 bytes.
-_LONGEST_FOLDER = 70
+# TorchServe makes a Unix socket in its temporary folder, and the path of one holds at most 107 bytes.
+_LONGEST_FOLDER = 85
 _POLL_SECONDS = 0.2
 
 
