@@ -41,10 +41,11 @@ class Step:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Step:
-        states = dict.fromkeys(record["waiting"], State.WAITING)
-        states |= dict.fromkeys(record["preempted"], State.PREEMPTED)
+        # Who runs came before who waits, so that is the order of the rows, too.
+        states = dict.fromkeys(record["decode"], State.DECODE)
         states |= {request: State.PREFILL for request, _ in record["prefill"]}
-        states |= dict.fromkeys(record["decode"], State.DECODE)
+        states |= dict.fromkeys(record["preempted"], State.PREEMPTED)
+        states |= {request: State.WAITING for request in record["waiting"] if request not in states}
         return cls(record["step"], states, record["used_blocks"], record["total_blocks"])
 
     @property
@@ -83,7 +84,7 @@ class Timeline:
         whole     the run squeezed into the width, several steps a column; else its newest steps
         """
         labels = [names.get(request, f"#{i + 1}") for i, request in enumerate(self.requests)]
-        margin = max(map(len, [*labels, "batch", "pool"])) + 2
+        margin = max(map(len, [*labels, "pool"])) + 2
         columns = self._columns(max(10, width - margin), whole)
         lines = Text()
         for request, label in zip(self.requests, labels, strict=True):
