@@ -48,11 +48,13 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """Program (b, h, s): the b-th block of query tokens, KV head h, split s of the context.
 
     `scale` includes log2(e); `window` is 0 for none. `partials` is float32 [num_rows, NUM_SPLITS, heads, HEAD_DIM + 2]:
-    weighted values, maximum (in powers of two) and sum of a decode row's split.
+    weighted values, maximum (in powers of two) and sum of a decode row's split. WIDEN: multiply in float32 whatever the
+    pages hold.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -107,7 +109,8 @@ def paged_attention_kernel(
         mask=in_block[:, None] & (d[None, :] < HEAD_DIM),
         other=0.0,
     )
-    q = q.to(key_pages.dtype.element_ty)
+    product_type = tl.float32 if WIDEN else key_pages.dtype.element_ty
+    q = q.to(product_type)
     table = block_tables + row.to(tl.int64) * table_stride
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -120,6 +123,8 @@ def paged_attention_kernel(
         at = ((page * NUM_KV_HEADS + kv_head) * PAGE_TOKENS + key % PAGE_TOKENS) * HEAD_DIM
         k = tl.load(key_pages + at[None, :] + d[:, None], mask=present[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
         v = tl.load(value_pages + at[:, None] + d[None, :], mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+        k = k.to(product_type)
+        v = v.to(product_type)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         visible = present[None, :] & (key[None, :] <= position[:, None])
         visible = visible & ((window <= 0) | (key[None, :] > position[:, None] - window))
@@ -130,7 +135,7 @@ def paged_attention_kernel(
         keep = tl.exp2(highest - shift)
         total = total * keep + tl.sum(weights, 1)
         weighted = weighted * keep[:, None]
-        weighted = tl.dot(weights.to(v.dtype), v, weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(product_type), v, weighted, input_precision="ieee")
         highest = new_highest
 
     store_mask = in_block[:, None] & (d[None, :] < HEAD_DIM)
@@ -242,6 +247,8 @@ def paged_attention(
         BLOCK_N=block_n,
         SPLIT=SPLIT_TOKENS,
         NUM_SPLITS=num_splits,
+        # Tensors lie in main memory only in the interpreter, whose products do not know bfloat16 (triton#11584).
+        WIDEN=queries.is_cpu and pages.keys.dtype == torch.bfloat16,
         num_warps=4,
         num_stages=2,
     )
