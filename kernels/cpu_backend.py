@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together
+from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together, lazy_zeros
 from ifb_kernels.native import DATA_TYPES
 
 
@@ -37,13 +37,11 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"device: the cpu attention backend keeps its pages in main memory, not on {device}")
         if dtype not in DATA_TYPES:
             raise ValueError(f"dtype: {dtype} pages are not supported on CPU, only {', '.join(map(str, DATA_TYPES))}")
-        return [
-            LayerKV(
-                torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype),
-                torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype),
-            )
-            for _ in range(num_layers)
-        ]
+        keys, values = (
+            (num_blocks, num_kv_heads, head_dim, block_size),
+            (num_blocks, num_kv_heads, block_size, head_dim),
+        )
+        return [LayerKV(lazy_zeros(keys, dtype), lazy_zeros(values, dtype)) for _ in range(num_layers)]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
         num_tokens, num_kv_heads, head_dim = keys.shape

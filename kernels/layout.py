@@ -7,9 +7,11 @@ found through block tables, after PagedAttention (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -49,3 +51,12 @@ def heads_together(tokens: torch.Tensor) -> torch.Tensor:
     if tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]:
         return tokens
     return tokens.contiguous()
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose memory the system hands out as it is first written: a pool costs what has been used of it.
+
+    `torch.zeros` writes every page at once; numpy asks for memory that the system promises to be zero.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout
+from ifb_kernels.layout import LayerKV, RaggedLayout, lazy_zeros
 
 # Decode rows are gathered and attended together, as many at a time as keep the gathered copy this small.
 _GATHERED_TOKENS = 16_384
@@ -31,6 +31,8 @@ class TorchBackend(AttentionBackend):
         device: torch.device,
     ) -> list[LayerKV]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if device.type == "cpu":
+            return [LayerKV(lazy_zeros(shape, dtype), lazy_zeros(shape, dtype)) for _ in range(num_layers)]
         return [
             LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(num_layers)

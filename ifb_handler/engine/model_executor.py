@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import numpy as np
 import torch
 
@@ -12,7 +15,7 @@ from ifb_handler.engine.executor import Executor
 from ifb_handler.models.loading import load_model
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
-from ifb_kernels.backend import select_backend
+from ifb_kernels.backend import AttentionBackend, select_backend
 from ifb_kernels.layout import RaggedLayout
 
 _GIB = 1 << 30
@@ -26,9 +29,9 @@ class ModelExecutor(Executor):
         self.device = _device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        override = None if config.attention_backend == "auto" else config.attention_backend
-        self.backend = select_backend(self.device, override)
+        self.backend = _backend(self.device, config.attention_backend)
         self.model = load_model(files, dtype=config.dtype, device=self.device, backend=self.backend, progress=progress)
+        _give_back_freed_memory()
         shape = self.model.config
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = self.model.eos_token_ids
@@ -86,6 +89,19 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} asks for a GPU, and torch finds none here")
     return torch.device(name)
+
+
+def _backend(device: torch.device, name: str) -> AttentionBackend:
+    try:
+        return select_backend(device, None if name == "auto" else name)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}") from error
+
+
+def _give_back_freed_memory() -> None:
+    """Loading leaves tens of megabytes of freed buffers with glibc's allocator; hand them to the system."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _max_model_len(wanted: int | None, trained: int) -> int:
