@@ -37,7 +37,9 @@ class Vocabulary:
             return
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        steps = _decoder_steps(json.loads(self._backend.to_str())["decoder"])
+        decoder = self._backend.decoder
+        # A decoder's pickled state is its JSON; to_str() would spell out the whole vocabulary for it.
+        steps = [] if decoder is None else _decoder_steps(json.loads(decoder.__getstate__()))
         self.byte_level = steps == ["ByteLevel"]
         if self.byte_level:
             self._byte_of_char = _byte_of_char()
@@ -124,10 +126,8 @@ class Detokenizer:
         return last[::-1]
 
 
-def _decoder_steps(decoder: dict[str, Any] | None) -> list[str]:
+def _decoder_steps(decoder: dict[str, Any]) -> list[str]:
     """The kinds of the decoder's steps, in order."""
-    if decoder is None:
-        return []
     if decoder["type"] == "Sequence":
         return [kind for step in decoder["decoders"] for kind in _decoder_steps(step)]
     return [decoder["type"]]
