@@ -1,8 +1,7 @@
 """From what TorchServe hands over to a plain dict of fields.
 
 TorchServe decodes by content type: `application/json` arrives as the decoded value (bytes when it does not parse),
-`text/*` as str, anything else as bytes, a form as its fields. `curl -d '{...}'` sends no JSON content type: it arrives
-as a form whose field names, put together again, are the JSON.
+`text/*` as str, anything else as bytes, a form as its fields.
 """
 
 from __future__ import annotations
@@ -41,19 +40,22 @@ def read_fields_or_text(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(parts: Mapping[str, Any]) -> Any | None:
     """The body if it came in one piece, None if it is a form."""
-    if not parts:
-        return b""
-    for name in _BODY_NAMES:
-        if list(parts) == [name]:
-            return parts[name]
+    if len(parts) == 1:
+        (name,) = parts
+        return parts[name] if name in _BODY_NAMES else None
     return None
 
 
 def _form(parts: Mapping[str, Any]) -> dict[str, Any]:
-    if next(iter(parts)).lstrip().startswith("{"):
-        # A `=` or `&` inside the JSON has split it; what the form's decoder did to `+` and `%` is beyond repair.
-        pieces = (f"{name}={text}" if (text := _text(value)) else name for name, value in parts.items())
-        return read_fields({"body": "&".join(pieces)})
+    # What `curl -d '{...}'` sends without a content type. TorchServe's form decoder drops a text without `=` or `&`,
+    # cuts one that has them, and turns `+` into a space: there is no telling what was sent.
+    if not parts or next(iter(parts)).lstrip().startswith("{"):
+        raise APIError(
+            400,
+            "the body was read as a form, which it is not: send JSON with the header `Content-Type: application/json`, "
+            "a text with `Content-Type: text/plain` or with `curl -T`",
+            code="not_a_form",
+        )
     return {name: _form_value(name, _text(value)) for name, value in parts.items()}
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 # Counted in short waits, so that a machine that stood still as a whole is no absence.
 TICK_SECONDS = 0.05
-ABSENCE_TICKS = 12
+ABSENCE_TICKS = 10
 
 
 class Absence:

@@ -35,7 +35,7 @@ class Reply:
     body: bytes
     last: bool | None
     status: int = 200
-    phrase: str = ""
+    phrase: str = "OK"
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
 

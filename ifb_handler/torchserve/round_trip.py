@@ -210,5 +210,4 @@ def _set_reply(context: Any, index: int, reply: Reply) -> None:
     context.set_response_content_type(index, reply.content_type)
     for name, value in reply.headers.items():
         context.set_response_header(index, name, value)
-    if reply.status != 200:
-        context.set_response_status(reply.status, reply.phrase, index)
+    context.set_response_status(reply.status, reply.phrase, index)
