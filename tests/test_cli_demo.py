@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ifb_handler.cli.chat import Question, Reply
+from ifb_handler.cli.demo import DemoRun
+from ifb_handler.cli.errors import CliError
 from ifb_handler.cli.timeline import Timeline
 
 
@@ -61,6 +63,14 @@ def test_a_reply_is_complete_only_with_its_end_and_its_counts() -> None:
     for missing in whole:
         assert not Reply(Question("q", "?", 1, 0.0), **{k: v for k, v in whole.items() if k != missing}).complete
     assert not Reply(Question("q", "?", 1, 0.0), error="cut off", **whole).complete
+
+
+def test_the_demo_fails_unless_every_answer_arrived_whole() -> None:
+    whole, broken = (Reply(Question(name, "?", 1, 0.0), "id", "x", 0.0, [1.0], 1, 1, "stop") for name in ("a", "b"))
+    whole.closed = True
+    DemoRun([whole], "").check()
+    with pytest.raises(CliError, match=r"1 of 2 answers did not arrive whole: b \(the stream broke off\)"):
+        DemoRun([whole, broken], "").check()
 
 
 @pytest.mark.timeout(400)

@@ -69,7 +69,7 @@ def demo(
                 with TorchServe(served) as server:
                     with phases() as begin:
                         server.wait_ready(begin)
-                    run = _Run([Reply(question) for question in _QUESTIONS], server.model_url)
+                    run = DemoRun([Reply(question) for question in _QUESTIONS], server.model_url)
                     asyncio.run(run.watch())
                     run.report()
                     run.check()
@@ -77,7 +77,7 @@ def demo(
             raise CliError("stopped before every answer had arrived") from None
 
 
-class _Run:
+class DemoRun:
     """The questions in flight and the steps that answer them."""
 
     def __init__(self, replies: list[Reply], model_url: str) -> None:
@@ -99,8 +99,8 @@ class _Run:
                         raise CliError(f"the answers took longer than {_LONGEST_RUN_SECONDS:.0f} s")
                     await asyncio.wait(asked, timeout=_POLL_SECONDS)
                     await self._look(client)
-            self.seconds = max(reply.arrivals[-1] for reply in self.replies if reply.arrivals) - started
             await asyncio.gather(*asked)
+            self.seconds = max((reply.arrivals[-1] - started for reply in self.replies if reply.arrivals), default=0.0)
 
     async def _ask_later(self, client: httpx.AsyncClient, reply: Reply) -> None:
         await asyncio.sleep(reply.question.delay)
@@ -108,8 +108,11 @@ class _Run:
 
     async def _look(self, client: httpx.AsyncClient) -> None:
         """Fetch the steps since the last look; on a log, tell who changed state."""
-        answer = await client.get(f"{self._model_url}/engine/steps/{self.timeline.last_step}")
-        answer.raise_for_status()
+        try:
+            answer = await client.get(f"{self._model_url}/engine/steps/{self.timeline.last_step}")
+            answer.raise_for_status()
+        except httpx.HTTPError:
+            return  # the picture waits; what is wrong with the server, the answers tell
         steps = self.timeline.add(answer.json()["steps"])
         if not console.is_terminal:
             for step in steps:
@@ -137,7 +140,9 @@ class _Run:
         return Group(Text(head), Text(), drawing, Text(), legend(plain=False))
 
     def report(self) -> None:
-        """The whole run in one picture, then its figures."""
+        """The whole run in one picture, then its figures; nothing if nothing ran."""
+        if not self.timeline.steps or not self.seconds:
+            return
         plain = not console.is_terminal
         console.print("\nThe whole run, from left to right (a column holds several steps where they would not fit):\n")
         console.print(self.timeline.draw(self._names, console.width, plain=plain, whole=True))
