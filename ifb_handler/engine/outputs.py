@@ -27,11 +27,27 @@ class RequestTimes:
     finished: float | None = None
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities where one token was chosen (or, in a prompt, given), before any filter of sampling.
+
+    top    (token id, logprob) of the likeliest tokens, likeliest first, as many as were asked for
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass
 class RequestOutput:
     """News of one request since the last output for it (`Engine.generate` adds the news up: there it is the whole).
 
     text, token_ids         what is new; text can lag behind the ids (half a character, the beginning of a stop string)
+    index                   which of the request's `n` answers this is news of
+    logprobs                one for each of token_ids; None if they were not asked for
+    prompt_logprobs         on the first output of an answer, if asked for: one a prompt token, None for the first
+    num_cached_tokens       prompt tokens whose keys and values were found in the prefix cache
     num_generated_tokens    the total so far
     finish_reason           set on the last output only
     stop_reason             the stop string or stop token id that ended it; None for the model's own EOS
@@ -41,7 +57,11 @@ class RequestOutput:
     request_id: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
