@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+_ALIGNMENT_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class RaggedLayout:
@@ -59,4 +61,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     `torch.zeros` writes every page at once; numpy asks for memory that the system promises to be zero.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    # numpy's own start lies 16 bytes into a line, so that every vector a kernel loads would straddle two.
+    memory = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

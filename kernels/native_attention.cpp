@@ -2,7 +2,8 @@
 //
 // Pages lie as keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]:
 // with keys transposed inside a page, 16 tokens' scores are one multiply-add a channel and need no horizontal sum.
-// float32 pages of 16 or more tokens are read where they lie; others are widened into a buffer, a span at a time.
+// They are read where they lie. Only where that does not serve - odd sizes, or half precision with many query rows, which
+// would convert the same values again and again - is a span widened into a buffer first.
 //
 // The query heads of one KV head are rows of the same products, so keys and values are read once for all of them.
 // The context is cut into *spans* of 256 keys at fixed positions. For each span a query row gets (maximum, sum of
@@ -20,6 +21,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int kBlockRows = 96;  // query rows of a unit, at most: the more, the fewer times keys are read from memory
+constexpr int kFewRows = 12;    // up to so many, halves are converted as they are read
 
 struct Problem {
   void* output;          // [T, num_heads, head_dim], contiguous
@@ -38,7 +40,9 @@ struct Problem {
 
   int group() const { return num_heads / num_kv_heads; }
   int padded_dim() const { return (head_dim + kTile - 1) / kTile * kTile; }
-  bool reads_in_place() const { return page_type == kFloat32 && block_size % kTile == 0 && head_dim % kTile == 0; }
+  bool reads_in_place(int rows) const {
+    return block_size % kTile == 0 && head_dim % kTile == 0 && (page_type == kFloat32 || rows <= kFewRows);
+  }
   int first_visible(int position) const { return window > 0 ? std::max(0, position - window + 1) : 0; }
 };
 
@@ -94,7 +98,7 @@ struct Workspace {
     grow(queries, rows * p.head_dim);
     grow(weighted, rows * p.padded_dim());
     grow(partial, kMaxRows * p.padded_dim());
-    if (!p.reads_in_place()) {
+    if (!p.reads_in_place(rows)) {
       grow(keys, kSpan * p.head_dim);
       grow(values, kSpan * p.padded_dim());
     }
@@ -102,11 +106,12 @@ struct Workspace {
   }
 };
 
-// Where one span's tiles lie.
+// Where one span's tiles lie, and as what.
 struct SpanView {
-  const float* keys[kSpan / kTile];
-  const float* values[kSpan / kTile];
+  const void* keys[kSpan / kTile + kLookahead];
+  const void* values[kSpan / kTile + kLookahead];
   int64_t key_stride, value_stride;
+  DataType type;
 };
 
 template <typename T>
@@ -145,16 +150,19 @@ void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_k
 // Finds (or widens) the tiles of keys `first` .. `end` - 1, which lie in one span; `first` begins a tile.
 void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace& work, SpanView& view) {
   const int32_t* table = p.block_tables + unit.row * p.table_stride;
-  const bool in_place = p.reads_in_place();
+  const bool in_place = p.reads_in_place(unit.num_tokens * p.group());
+  const int64_t value_bytes = p.page_type == kFloat32 ? 4 : 2;
   view.key_stride = in_place ? p.block_size : kTile;
   view.value_stride = p.padded_dim();
-  for (int key = first, tile = 0; key < end; key += kTile, ++tile) {
+  view.type = in_place ? p.page_type : kFloat32;
+  int tile = 0;
+  for (int key = first; key < end; key += kTile, ++tile) {
     if (in_place) {
       const int64_t page = int64_t(table[key / p.block_size]) * p.num_kv_heads + unit.kv_head;
       const int64_t base = page * p.head_dim * p.block_size;
       const int offset = key % p.block_size;
-      view.keys[tile] = static_cast<const float*>(p.keys) + base + offset;
-      view.values[tile] = static_cast<const float*>(p.values) + base + int64_t(offset) * p.head_dim;
+      view.keys[tile] = static_cast<const char*>(p.keys) + (base + offset) * value_bytes;
+      view.values[tile] = static_cast<const char*>(p.values) + (base + int64_t(offset) * p.head_dim) * value_bytes;
     } else {
       float* keys = work.keys.data() + tile * kTile * p.head_dim;
       float* values = work.values.data() + tile * kTile * p.padded_dim();
@@ -164,6 +172,11 @@ void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace
       view.keys[tile] = keys;
       view.values[tile] = values;
     }
+  }
+  // What is read after the last keys are the first values.
+  for (int i = 0; i < kLookahead; ++i) {
+    view.keys[tile + i] = view.values[std::min(i, tile - 1)];
+    view.values[tile + i] = view.values[tile - 1];
   }
 }
 
@@ -216,7 +229,7 @@ void attend_span(const Problem& p, const Unit& unit, int span, Workspace& work) 
   const int group = p.group(), padded = p.padded_dim();
   const int span_begin = std::max(span * kSpan, p.first_visible(unit.first_position) / kTile * kTile);
   const int span_end = std::min((span + 1) * kSpan, unit.last_position() + 1);
-  SpanView view;
+  SpanView view{};
   view_span(p, unit, span_begin, span_end, work, view);
   for_row_tiles(unit.num_tokens * group, [&](int begin, int end) {
     // Only the tiles of keys that some row of this tile sees. Keys past its last position are never touched: the rest
@@ -228,8 +241,9 @@ void attend_span(const Problem& p, const Unit& unit, int span, Workspace& work) 
     if (keys_begin >= keys_end) return;
     const int skipped = (keys_begin - span_begin) / kTile;
     const int num_keys = keys_end - keys_begin, num_tiles = (num_keys + kTile - 1) / kTile;
-    score_rows_for(end - begin)(work.queries.data() + int64_t(begin) * p.head_dim, view.keys + skipped,
-                                view.key_stride, p.head_dim, num_tiles, work.scores);
+    const Products& products = products_for(view.type, end - begin);
+    products.score_rows(work.queries.data() + int64_t(begin) * p.head_dim, view.keys + skipped, view.key_stride,
+                        p.head_dim, num_tiles, work.scores);
     Softmax later[kMaxRows];
     for (int i = begin; i < end; ++i) {
       const int position = unit.first_position + i / group;
@@ -237,8 +251,8 @@ void attend_span(const Problem& p, const Unit& unit, int span, Workspace& work) 
       const int to = std::clamp(position + 1 - keys_begin, from, num_keys);
       later[i - begin] = exponentiate(work.scores + (i - begin) * kScoreStride, num_tiles * kTile, from, to);
     }
-    weigh_rows_for(end - begin)(work.scores, view.values + skipped, view.value_stride, num_keys, padded / kTile,
-                                work.partial.data(), padded);
+    products.weigh_rows(work.scores, view.values + skipped, view.value_stride, num_keys, padded / kTile,
+                        work.partial.data(), padded);
     for (int i = begin; i < end; ++i)
       merge(work.states[i], work.weighted.data() + int64_t(i) * padded, later[i - begin],
             work.partial.data() + int64_t(i - begin) * padded, padded);

@@ -67,7 +67,10 @@ inline void store_halves(void* p, VecBits v) {
   std::memcpy(p, &h, sizeof h);
 }
 
-inline Vec load(const Bfloat16* p) { return as_float(load_halves(p) << 16); }
+inline Vec widened(VecBits halves, Bfloat16) { return as_float(halves << 16); }
+
+template <typename Half>
+inline Vec load(const Half* p) { return widened(load_halves(p), Half{}); }
 
 inline void store(Bfloat16* p, Vec v) {  // rounds to nearest, ties to even; NaN stays NaN
   VecBits x = as_bits(v);
@@ -75,8 +78,7 @@ inline void store(Bfloat16* p, Vec v) {  // rounds to nearest, ties to even; NaN
   store_halves(p, v == v ? rounded : splat_bits(0x7fc0u));
 }
 
-inline Vec load(const Float16* p) {
-  VecBits h = load_halves(p);
+inline Vec widened(VecBits h, Float16) {
   // Placing the half's exponent and mantissa as a float's leaves the value short by 2^112; subnormals come out right too.
   Vec magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
   VecBits special = (h & 0x7c00u) == 0x7c00u ? splat_bits(0x7f800000u) : splat_bits(0);
@@ -110,9 +112,8 @@ inline void store_some(T* p, Vec v, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
-template <typename T>
-inline float load_one(const T* p) { return load_some(p, 1)[0]; }
-template <>
+template <typename Half>
+inline float load_one(const Half* p) { return widened(splat_bits(p->bits), Half{})[0]; }
 inline float load_one(const float* p) { return *p; }
 
 // Round to T's precision, as a store and a load would.
