@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,57 @@ def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
     prompts = sequences([20])
     (logits,) = RaggedRunner(load(tmp_path), prompts).run([20])
     assert (logits - oracle_logits(reference, prompts[0])).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window_under_the_prompt", "qwen2", "qwen3_tied_with_bias"])
+def test_narrow_dtypes_stay_near_the_float32_logits(name: str, dtype: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, *CHECKPOINTS[name])
+    prompts = sequences([30, 7])
+    model = load(tmp_path, dtype)
+    assert model.config.dtype == getattr(torch, dtype)
+    for prompt, logits in zip(prompts, RaggedRunner(model, prompts).run([11, 1]), strict=True):
+        expected = oracle_logits(reference, prompt)
+        assert logits.dtype == torch.float32
+        assert (logits - expected).abs().mean() < 0.02 * expected.std()
+
+
+def test_a_context_longer_than_the_first_rotary_table_is_rotated_as_transformers_does(tmp_path: Path) -> None:
+    options = {"max_position_embeddings": 4096, "num_hidden_layers": 1}
+    reference = make_checkpoint(tmp_path, "llama", options)
+    prompts = sequences([2600])
+    (logits,) = RaggedRunner(load(tmp_path), prompts).run([700])
+    assert (logits - oracle_logits(reference, prompts[0])).abs().max() < 1e-4
+
+
+def test_the_stopwatch_tells_products_from_attention(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", {})
+    model = load(tmp_path)
+    RaggedRunner(model, sequences([9])).run([9])
+    seconds = model.decoder.stopwatch.take()
+    assert set(seconds) == {"gemm", "attention"}
+    assert min(seconds.values()) > 0
+    assert model.decoder.stopwatch.take() == {}
+
+
+def test_loading_smollm2_takes_its_weights_and_little_more() -> None:
+    """Beyond torch itself, as the process's peak resident memory shows it."""
+    code = (
+        "import torch\n"
+        "from ifb_handler.models.loading import load_model\n"
+        "from ifb_handler.models.source import resolve\n"
+        "from ifb_kernels.backend import select_backend\n"
+        "cpu = torch.device('cpu')\n"
+        "backend = select_backend(cpu)\n"
+        "def peak():\n"
+        "    lines = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "    return int(lines['VmHWM'].split()[0]) * 1024\n"
+        "before = peak()\n"
+        "model = load_model(resolve('smollm2-135m'), dtype='float32', device=cpu, backend=backend)\n"
+        "print(model.weight_bytes, peak() - before)"
+    )
+    resolve("smollm2-135m")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    weight_bytes, taken = map(int, said.stdout.split())
+    assert weight_bytes < 4 * 135_000_000 * 1.06
+    assert taken < weight_bytes + 60e6

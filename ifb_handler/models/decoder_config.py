@@ -18,8 +18,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # What `transformers` assumes for a key that a config.json leaves out, where the architectures differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
-    "mistral": {"max_position_embeddings": 131072, "eos_token_id": 2, "sliding_window": 4096},
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
 }

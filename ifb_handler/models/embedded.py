@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ifb_handler.models.cache import cache_folder, staging_folder
 from ifb_handler.models.errors import ModelError
-
-Progress = Callable[[int, int, str], None]
+from ifb_handler.models.progress import Progress
 
 # Seconds between two looks at how far pip has come.
 _POLL_SECONDS = 0.2

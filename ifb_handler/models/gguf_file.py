@@ -12,7 +12,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -20,6 +20,9 @@ from ifb_handler.models.checkpoint import Checkpoint
 from ifb_handler.models.decoder_config import config_from_gguf
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -30,7 +33,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 # Values that are widened at a time: what a conversion takes beside the weights.
-_VALUES_AT_A_TIME = 1 << 20
+_VALUES_AT_A_TIME = 1 << 18
 
 # Hugging Face's names by llama.cpp's, both without `.weight` or `.bias`.
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -52,8 +55,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Where a tensor lies. `shape` is in torch's order: the last axis is contiguous."""
+    """Where a tensor lies. `name` is llama.cpp's; `shape` is in torch's order: the last axis is contiguous."""
 
+    name: str
     shape: tuple[int, ...]
     type: int
     offset: int
@@ -67,7 +71,7 @@ class GGUFFile(Checkpoint):
         try:
             with path.open("rb") as file:
                 self.metadata, tensors = _read_header(file, path)
-        except (OSError, struct.error, UnicodeDecodeError) as error:
+        except (OSError, OverflowError, MemoryError, struct.error, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: cannot be read as GGUF: {error}") from error
         if self.metadata.get("split.count", 1) > 1:
             raise ModelError(
@@ -106,7 +110,7 @@ class GGUFFile(Checkpoint):
             raise ModelError(f"{name}: shape {list(tensor.shape)} in the file, {list(expected)} by its metadata")
         with self._path.open("rb") as file:
             raw = _read_rows(file, tensor, 0, tensor.shape[0])
-        return Embedding(raw, dtype, lambda rows: _widen(rows, tensor.type))
+        return Embedding(raw, dtype, lambda rows: _widen(rows, tensor))
 
     def _permuted_heads(self, name: str) -> int:
         """The number of heads whose channels llama.cpp has reordered in this tensor; 0 where it has not."""
@@ -123,32 +127,39 @@ class GGUFFile(Checkpoint):
         with self._path.open("rb") as file:
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                flat[start:stop] = _widen(_read_rows(file, tensor, start, stop), tensor.type)
+                flat[start:stop] = _widen(_read_rows(file, tensor, start, stop), tensor)
 
 
-def _widen(rows: torch.Tensor, quantization: int) -> torch.Tensor:
-    """Rows of a tensor as stored, uint8 [T, bytes a row], as float32 [T, values a row]."""
-    from gguf.constants import GGMLQuantizationType
+def _widen(rows: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
+    """Rows of `tensor` as stored, uint8 [T, bytes a row], as float32 [T, values a row]."""
     from gguf.quants import dequantize
 
-    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType(quantization)))
+    try:
+        return torch.from_numpy(dequantize(rows.numpy(), _type(tensor)))
+    except NotImplementedError as error:
+        raise ModelError(f"{tensor.name}: tensors of type {_type(tensor).name} cannot be dequantized") from error
 
 
 def _read_rows(file: BinaryIO, tensor: _Tensor, start: int, stop: int) -> torch.Tensor:
     """Rows `start` to `stop` of a tensor as they lie in the file: uint8 [rows, bytes a row]."""
-    row_bytes = _row_bytes(tensor)
+    from gguf.constants import GGML_QUANT_SIZES
+
+    block_values, block_bytes = GGML_QUANT_SIZES[_type(tensor)]
+    row_bytes = tensor.shape[-1] // block_values * block_bytes
     raw = torch.empty(stop - start, row_bytes, dtype=torch.uint8)
     file.seek(tensor.offset + start * row_bytes)
     if file.readinto(raw.numpy()) != raw.numel():
-        raise ModelError(f"{file.name}: ends within a tensor; the file is incomplete")
+        raise ModelError(f"{tensor.name}: the file ends before it does; the file is incomplete")
     return raw
 
 
-def _row_bytes(tensor: _Tensor) -> int:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+def _type(tensor: _Tensor) -> GGMLQuantizationType:
+    from gguf.constants import GGMLQuantizationType
 
-    block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
-    return tensor.shape[-1] // block_values * block_bytes
+    try:
+        return GGMLQuantizationType(tensor.type)
+    except ValueError as error:
+        raise ModelError(f"{tensor.name}: its type {tensor.type} is not one that the gguf package knows") from error
 
 
 def _huggingface_name(name: str) -> str:
@@ -191,7 +202,8 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], dict[str, 
         described[name] = (shape[::-1], *_unpack(file, "<IQ"))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     data = math.ceil(file.tell() / alignment) * alignment
-    return metadata, {name: _Tensor(shape, kind, data + offset) for name, (shape, kind, offset) in described.items()}
+    tensors = {n: _Tensor(n, shape, kind, data + offset) for n, (shape, kind, offset) in described.items()}
+    return metadata, tensors
 
 
 def _unpack(file: BinaryIO, format: str) -> tuple[Any, ...]:
@@ -206,8 +218,10 @@ def _read_value(file: BinaryIO, kind: int) -> Any:
     """One metadata value; None for an array of strings or of arrays, which is walked over."""
     if kind == _STRING:
         return _read_string(file)
-    if kind != _ARRAY:
+    if kind in _SCALARS:
         return _unpack(file, f"<{_SCALARS[kind]}")[0]
+    if kind != _ARRAY:
+        raise ModelError(f"{file.name}: a metadata value of type {kind}, which GGUF does not have")
     kind, length = _unpack(file, "<IQ")
     if kind in _SCALARS:
         return list(_unpack(file, f"<{length}{_SCALARS[kind]}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,10 @@ from ifb_handler.models.decoder_config import DTYPES, DecoderConfig, as_token_id
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
 from ifb_handler.models.linear import Linear
+from ifb_handler.models.memory import release_freed_memory
+from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
 from ifb_kernels.backend import AttentionBackend
-
-# progress(done, total, what): called as work goes on, for a bar that goes from 0 to total.
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,17 @@ def _choose_dtype(dtype: str, device: torch.device, config: DecoderConfig) -> to
 
 
 def _eos_token_ids(files: ModelFiles, config: DecoderConfig) -> tuple[int, ...]:
-    """As Hugging Face's `generate`: generation_config.json where there is one, else the model's config."""
-    path = None if files.is_gguf else files.path / "generation_config.json"
-    if path is None or not path.exists():
+    """generation_config.json's where it names any, as in Hugging Face's `generate`; else those of the model's config.
+
+    (`generate` would never stop where that file is there and names none.)
+    """
+    path = files.path / "generation_config.json"
+    if files.is_gguf or not path.exists():
         return config.eos_token_ids
     from ifb_handler.models.safetensors_folder import read_json
 
-    return as_token_ids("generation_config.json eos_token_id", read_json(path).get("eos_token_id"))
+    named = as_token_ids("generation_config.json eos_token_id", read_json(path).get("eos_token_id"))
+    return named or config.eos_token_ids
 
 
 class _Loader:
@@ -99,7 +102,7 @@ class _Loader:
             raise ModelError(f"{missing[0]}: missing from the checkpoint ({len(missing)} tensors are)")
         if unexpected := sorted(found - expected):
             raise ModelError(
-                f"{unexpected[0]}: in the checkpoint, but {config.architecture} has no such tensor ({len(unexpected)} are)"
+                f"{unexpected[0]}: in the checkpoint ({len(unexpected)} such tensors), but not in {config.architecture}"
             )
         self._total = len(expected)
         self._done = 0
@@ -112,6 +115,7 @@ class _Loader:
         embedding = self._embedding(output)
         layers = [self._layer(index) for index in range(config.num_layers)]
         norm = self._vector("model.norm.weight", config.hidden_size)
+        release_freed_memory()
         return Decoder(config, embedding, layers, norm, output, backend)
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -120,6 +124,7 @@ class _Loader:
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, intermediate = config.hidden_size, config.intermediate_size
         norm = config.head_dim if config.qk_norm else None
+        release_freed_memory()
         return DecoderLayer(
             attention_norm=self._vector(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self._fused(

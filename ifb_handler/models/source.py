@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ifb_handler.models.errors import ModelError
+from ifb_handler.models.progress import Progress
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -28,7 +28,7 @@ class ModelFiles:
         return self.path.is_file()
 
 
-def resolve(model: str, progress: Callable[[int, int, str], None] | None = None) -> ModelFiles:
+def resolve(model: str, progress: Progress | None = None) -> ModelFiles:
     """Find the files of `model`, fetching them if needed; no weights are read.
 
     `model` is an embedded model's name (`smollm2-135m`), a folder with a config.json, a GGUF file, or a hub id such as

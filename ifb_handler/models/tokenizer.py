@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ifb_handler.models.cache import cache_folder, publish_folder, staging_folder
 from ifb_handler.models.errors import ModelError
+from ifb_handler.models.memory import release_freed_memory
 from ifb_handler.models.source import ModelFiles
 
 if TYPE_CHECKING:
@@ -29,19 +30,23 @@ def load_tokenizer(files: ModelFiles, override: str | None = None) -> PreTrained
         if source.is_file():
             if source.suffix.lower() == ".gguf":
                 return _from_folder(_converted(source))
+            if source.name == "tokenizer.json" and (source.parent / "tokenizer_config.json").exists():
+                return _from_folder(source.parent)
             return _from_json(source)
         return _from_folder(source if override is None or source.is_dir() else override)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"tokenizer: none can be loaded from {str(source)!r}: {error}") from error
+    finally:
+        release_freed_memory()
 
 
 def _from_folder(source: Path | str) -> PreTrainedTokenizerFast:
     """From a folder or a hub id."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(source))
+    tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(f"tokenizer: {str(source)!r} has no tokenizer.json and none can be made from it")
     return tokenizer
