@@ -50,7 +50,8 @@ class AttentionBackend(ABC):
 def select_backend(device: torch.device, name: str | None = None) -> AttentionBackend:
     """The backend for `device`: Triton on CUDA (and ROCm), the native CPU kernel where it builds, else plain torch.
 
-    `name` (`triton`, `cpu`, `torch`) overrides the choice. Raises ValueError on an unknown name.
+    `name` (`triton`, `cpu`, `torch`, `reference`) overrides the choice. Raises ValueError on an unknown name, or on one
+    that cannot run on `device`.
     """
     from ifb_kernels.registry import build
 

@@ -13,7 +13,7 @@ from ifb_kernels.rotary_embedding import rotary_embedding, rotary_embedding_refe
 from ifb_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# A unit in the last place of values near 4, twice that in float32, where sums are taken in another order than torch's.
+# Two units in the last place of values near 4; in float32 with a relative part beside it (sums run in another order).
 ULP = {torch.float32: 1e-6, torch.bfloat16: 3.2e-2, torch.float16: 4e-3}
 
 
