@@ -1,8 +1,8 @@
 """The native CPU library: compiled on first use from the C++ beside this file, kept in a cache, called by ctypes.
 
 The machine's own compiler makes it (`$CXX`, else g++, clang++ or c++), for the machine's own instruction set. The file
-is named for everything that shapes it - sources, flags, compiler, processor - so a stale one is never loaded, and it
-is moved into place in one step, so that processes may build it at the same time.
+is named for everything that shapes it (sources, flags, compiler, processor, torch), so a stale one is never loaded, and
+it is moved into place in one step, so that processes may build it at the same time.
 
 The cache folder is `$IFB_CACHE_DIR`, else `$XDG_CACHE_HOME/torchserve-ifb`, else `~/.cache/torchserve-ifb`. Without a
 compiler `library()` is None, and every caller has a plain torch path.
@@ -120,7 +120,8 @@ def _fingerprint(compiler: list[str]) -> str:
     folder = Path(__file__).parent
     for name in (*_SOURCES, *_HEADERS):
         digest.update((folder / name).read_bytes())
-    digest.update(repr((_FLAGS, compiler, _run([*compiler, "--version"]), _processor())).encode())
+    built_for = (_FLAGS, compiler, _run([*compiler, "--version"]), _processor(), torch.__version__)
+    digest.update(repr(built_for).encode())
     return digest.hexdigest()[:20]
 
 
