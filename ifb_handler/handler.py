@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import threading
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+# Time for the reply of the last round trip to leave.
+EXIT_DELAY_SECONDS = 0.5
 
 
 class IFBHandler:
@@ -40,7 +45,7 @@ class IFBHandler:
             default_max_tokens=options.default_max_tokens,
         )
         metrics = MetricsReporter(engine.stats, context.metrics, context.model_name)
-        self.round_trip = RoundTrip(engine, model, metrics.finished)
+        self.round_trip = RoundTrip(engine, model, metrics.finished, _restart_worker)
         atexit.register(engine.shutdown)
         if (batch_size := context.system_properties.get("batch_size") or 0) < options.max_num_seqs:
             logger.warning(
@@ -71,3 +76,9 @@ class IFBHandler:
             except Exception:
                 logger.exception("the round trip failed")
                 return self.round_trip.give_up(context)
+
+
+def _restart_worker() -> None:
+    """The engine has died: end this process, so that TorchServe starts a new one, rather than be READY while dead."""
+    logger.error("the engine has died; the worker ends, and TorchServe starts another")
+    threading.Timer(EXIT_DELAY_SECONDS, os._exit, (1,)).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,3 +349,45 @@ def test_an_empty_reply_keeps_the_clients_waiting(frontend: Frontend) -> None:
     assert (client.status, client.done) == (None, False)
     frontend.finish(client)
     assert client.status == 200
+
+
+def test_a_round_trip_does_not_wait_for_a_step_and_queues_what_is_new(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = frontend.engine._core.executor
+    execute, goes_on, entered = executor.execute, threading.Event(), threading.Event()
+
+    def stall(*arguments: Any, **keywords: Any) -> Any:
+        entered.set()
+        assert goes_on.wait(60)
+        return execute(*arguments, **keywords)
+
+    monkeypatch.setattr(executor, "execute", stall)
+    first = frontend.send("", plain("the fox"))
+    frontend.round_trip()
+    assert entered.wait(60)
+    late = frontend.send("", plain("the dog"))
+    frontend.round_trip()
+    assert frontend.engine.stats().num_requests_waiting == 1
+    goes_on.set()
+    frontend.finish(first, late)
+    assert (first.status, late.status) == (200, 200)
+
+
+def test_a_dead_engine_ends_the_worker_once_its_clients_know(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr("os._exit", exits.append)
+    monkeypatch.setattr("ifb_handler.handler.EXIT_DELAY_SECONDS", 0.0)
+    frontend = Frontend(tmp_path, {"model_path": str(checkpoint), **OPTIONS})
+    stream = frontend.send("v1/completions", {**FOREVER, "stream": True})
+    while not stream.chunks:
+        frontend.round_trip()
+    monkeypatch.setattr(frontend.engine._core, "run", lambda schedule: 1 / 0)
+    frontend.finish(stream)
+    assert "error" in stream.events[-1]
+    health = frontend.send("health")
+    frontend.finish(health)
+    assert health.status == 503
+    wait_until(lambda: 1 in exits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +21,8 @@ LINE = re.compile(
     r"(\|#type:(?P<type>[^|,]+))?\|#hostname:([^,]+),([^,]+)(,(.*))?",
     re.ASCII,
 )
-IDLE = EngineStats(0, 0, 0, 100, 0, 0, 0, {"stop": 0, "length": 0}, 0)
+NOTHING: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(EngineStats)}
+IDLE = EngineStats(**NOTHING | {"total_blocks": 100, "request_success": {"stop": 0, "length": 0}})
 
 
 def report(stats: list[EngineStats], outputs: list[RequestOutput], caplog: pytest.LogCaptureFixture) -> list[re.Match]:
@@ -88,7 +90,7 @@ def test_every_metric_that_is_written_is_listed_in_metrics_yaml(caplog: pytest.L
         for metric in metrics
         if metric["name"].startswith("ifb_")
     }
-    busy = EngineStats(1, 1, 1, 100, 1, 1, 1, {"stop": 1}, 1)
+    busy = EngineStats(**{name: value or 1 for name, value in NOTHING.items()} | {"request_success": {"stop": 1}})
     times = RequestTimes(arrived=1.0, scheduled=2.0, first_token=3.0, finished=4.0)
     done = RequestOutput("r", num_generated_tokens=2, finish_reason=FinishReason.STOP, times=times)
     lines = report([IDLE, busy], [done], caplog)

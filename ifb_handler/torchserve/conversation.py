@@ -87,8 +87,11 @@ class Conversation:
         self._body = body
 
     def fail(self, error: APIError) -> None:
-        """End with an error, in the form that is still open: a status of its own, or the last event of a stream."""
-        self._error = error
+        """End with an error, in the form that is still open: a status of its own, or the last event of a stream.
+
+        The first one counts: what comes after it are its consequences.
+        """
+        self._error = self._error or error
 
     def next_reply(self, now: float) -> Reply | None:
         """What to say in this round trip; None leaves the client waiting. Raises when the answer cannot be rendered."""

@@ -45,15 +45,21 @@ LARGE_PROMPT_TOKENS = 4096
 class RoundTrip:
     """The bridge between TorchServe's calls, on one thread, and the engine's outputs.
 
-    on_finished    is told the last output of every request that the engine has finished (for metrics)
+    on_finished       is told the last output of every request that the engine has finished
+    on_engine_dead    is called when the engine has died and every client of its has been told so
     """
 
     def __init__(
-        self, engine: Engine, model: ServedModel, on_finished: Callable[[RequestOutput], None] = lambda output: None
+        self,
+        engine: Engine,
+        model: ServedModel,
+        on_finished: Callable[[RequestOutput], None],
+        on_engine_dead: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._model = model
         self._on_finished = on_finished
+        self._on_engine_dead = on_engine_dead
         self._live: dict[str, Conversation] = {}
         self._inbox = Inbox(self._is_streaming)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="ifb-tokenize")
@@ -187,6 +193,8 @@ class RoundTrip:
                 del self._live[request_id]
         if self._live and self._live.keys() <= set(ids.values()):
             self._absence.arm()
+        if not self._live and not self._engine.is_healthy:
+            self._on_engine_dead()
         return replies
 
     def give_up(self, context: Any) -> list[bytes | None]:
