@@ -44,6 +44,11 @@ class RecallExecutor(Executor):
         self.memory = np.full(num_blocks * block_size, -1, np.int64)
         self.fail_next = False
 
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = np.array(pairs).T
+        pages = self.memory.reshape(self.num_blocks, self.block_size)
+        pages[target] = pages[source]
+
     def execute(self, batch: Batch) -> torch.Tensor:
         if self.fail_next:
             self.fail_next = False

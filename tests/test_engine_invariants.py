@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recall_executor import VOCAB_SIZE, RecallExecutor, expected_answer
 
+from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
 from ifb_handler.engine.outputs import FinishReason
@@ -29,7 +30,8 @@ def queue(core: EngineCore, request_id: str, prompt: list[int], max_tokens: int)
 arrivals = st.lists(
     st.tuples(
         st.integers(0, 12),  # steps after the arrival before
-        st.integers(1, 60),  # prompt length
+        st.integers(0, 50),  # how much of its beginning the prompt has in common with all others
+        st.integers(1, 20),  # the prompt's own end
         st.integers(1, 30),  # max_tokens
         st.one_of(st.none(), st.none(), st.integers(0, 20)),  # cancelled so many steps after it came
     ),
@@ -41,26 +43,39 @@ arrivals = st.lists(
 @settings(max_examples=250, deadline=None)
 @given(
     arrivals=arrivals,
+    caching=st.booleans(),
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(1, 48),
     seed=st.integers(0, 1000),
 )
 def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
-    arrivals: list[tuple[int, int, int, int | None]], num_blocks: int, max_num_seqs: int, budget: int, seed: int
+    arrivals: list[tuple[int, int, int, int, int | None]],
+    caching: bool,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    seed: int,
 ) -> None:
     randomness = random.Random(seed)
     eos = [randomness.randrange(VOCAB_SIZE)]
     executor = RecallExecutor(num_blocks, BLOCK_SIZE, eos=eos)
-    core = EngineCore(executor, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+    )
+    core = EngineCore(executor, config)
     plan, cancels, prompts, limits = {}, {}, {}, {}
     at = 0
-    for i, (wait, prompt_len, max_tokens, cancel_after) in enumerate(arrivals):
+    common = [randomness.randrange(VOCAB_SIZE) for _ in range(50)]
+    for i, (wait, common_len, own_len, max_tokens, cancel_after) in enumerate(arrivals):
         at += wait
-        prompt_len = min(prompt_len, core.max_request_len - 1)
         request_id = str(i)
-        prompts[request_id] = [randomness.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
-        limits[request_id] = min(max_tokens, core.max_request_len - prompt_len)
+        prompt = common[:common_len] + [randomness.randrange(3) for _ in range(own_len)]
+        prompts[request_id] = prompt = prompt[: core.max_request_len - 1]
+        limits[request_id] = min(max_tokens, core.max_request_len - len(prompt))
         plan.setdefault(at, []).append((request_id, max_tokens))
         if cancel_after is not None:
             cancels.setdefault(at + cancel_after, []).append(request_id)
@@ -95,7 +110,8 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         assert step < 20_000, "a request never ends"
     assert core.pool.num_used == 0
     assert set(ends) == set(prompts)
-    assert first_scheduled == sorted(first_scheduled, key=int), "first come, first served"
+    if not caching:  # with it, a later request may pass one that waits for its prefix to be computed
+        assert first_scheduled == sorted(first_scheduled, key=int), "first come, first served"
     for request_id, prompt in prompts.items():
         expected = expected_answer(prompt, limits[request_id], eos)
         if ends[request_id] is FinishReason.ABORT:
@@ -105,7 +121,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
 
 
 def test_a_pool_that_is_too_small_for_all_preempts_the_latest_arrival_and_no_token_changes() -> None:
-    core = EngineCore(RecallExecutor(8, BLOCK_SIZE), block_size=BLOCK_SIZE, max_num_seqs=4)
+    core = EngineCore(RecallExecutor(8, BLOCK_SIZE), EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=4))
     prompts = {str(i): [i + 1] * 5 for i in range(3)}
     for request_id, prompt in prompts.items():
         queue(core, request_id, prompt, 20)

@@ -33,7 +33,9 @@ def run_at_random(
     """Let the cases arrive at random steps and hold each answer against its oracle. -> the core, for its counters"""
     source = random.Random(seed)
     executor.num_blocks = num_blocks
-    core = EngineCore(executor, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    core = EngineCore(
+        executor, EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    )
     arrivals = sorted((source.randint(0, 40), i) for i in range(len(cases)))
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recall_executor import RecallExecutor
 from test_engine_invariants import queue
 
+from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore
 from ifb_handler.engine.outputs import StepRecord
 
@@ -18,7 +19,7 @@ def run(core: EngineCore, steps: int | None = None) -> list[StepRecord]:
 
 
 def test_a_short_request_joins_a_running_batch_at_the_very_next_step_and_finishes_first() -> None:
-    core = EngineCore(RecallExecutor(200), block_size=16, max_num_seqs=8)
+    core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=8))
     queue(core, "0", [1] * 20, 100)
     before = run(core, steps=10)
     assert all(record.prefill == () for record in before[1:]), "the long request decodes"
@@ -33,7 +34,7 @@ def test_a_short_request_joins_a_running_batch_at_the_very_next_step_and_finishe
 
 
 def test_a_finished_request_leaves_room_at_once_for_the_next_in_the_queue() -> None:
-    core = EngineCore(RecallExecutor(200), block_size=16, max_num_seqs=2)
+    core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=2))
     for request_id, max_tokens in (("0", 3), ("1", 10), ("2", 4)):
         queue(core, request_id, [7] * 5, max_tokens)
     records = run(core)
@@ -43,7 +44,9 @@ def test_a_finished_request_leaves_room_at_once_for_the_next_in_the_queue() -> N
 
 
 def test_every_running_request_gets_its_token_at_every_step_while_a_long_prompt_prefills() -> None:
-    core = EngineCore(RecallExecutor(400, max_model_len=4096), block_size=16, max_num_seqs=8, max_num_batched_tokens=64)
+    core = EngineCore(
+        RecallExecutor(400, max_model_len=4096), EngineConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=64)
+    )
     for i in range(5):
         queue(core, str(i), [i + 1] * 10, 200)
     run(core, steps=3)
@@ -61,11 +64,11 @@ def test_every_running_request_gets_its_token_at_every_step_while_a_long_prompt_
 
 
 def test_decode_rows_and_prefill_chunks_share_one_step_and_one_token_budget() -> None:
-    core = EngineCore(RecallExecutor(200), block_size=16, max_num_seqs=8, max_num_batched_tokens=32)
+    core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=32))
     queue(core, "0", [1] * 30, 50)
     run(core, steps=1)
     for request_id in ("1", "2", "3"):
-        queue(core, request_id, [2] * 20, 50)
+        queue(core, request_id, [int(request_id) + 1] * 20, 50)
     record = run(core, steps=1)[0]
     assert record.decode == ("0",)
     assert record.prefill == (("1", 20), ("2", 11)), "the last prompt is cut to what is left of the budget"

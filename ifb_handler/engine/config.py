@@ -40,6 +40,7 @@ class EngineConfig:
                                a GPU, or max_num_seqs if that is more
     max_num_waiting            most requests in the waiting queue; one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
+    enable_prefix_caching      keep the keys and values of prompts that have ended, for others that begin alike
     gpu_memory_utilization     on a GPU, the share of its memory that weights and pool together may take
     cpu_kv_cache_gib           on a CPU, the pool's size
     default_max_tokens         max_tokens of a plain body or raw text that names none
@@ -59,6 +60,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_waiting: int = 1024
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
     default_max_tokens: int = 256

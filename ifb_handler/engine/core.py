@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from ifb_handler.engine.batch import Batch
+from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
+from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.engine.scheduler import Schedule, Scheduler
@@ -34,13 +36,13 @@ class StepResult:
 class EngineCore:
     """The scheduler, the pool, the executor and the sampler of one model, and the requests that are alive."""
 
-    def __init__(
-        self, executor: Executor, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int | None = None
-    ) -> None:
-        budget = max_num_batched_tokens or max(executor.max_num_batched_tokens, max_num_seqs)
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        max_num_seqs = config.max_num_seqs
+        budget = config.max_num_batched_tokens or max(executor.max_num_batched_tokens, max_num_seqs)
         self.executor = executor
-        self.pool = KVPool(executor.num_blocks, block_size, max_num_seqs, executor.max_model_len)
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget)
+        self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
+        self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache)
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -99,6 +101,8 @@ class EngineCore:
         try:
             batch = Batch.build(schedule.num_tokens, self.pool)
             scheduled = time.perf_counter()
+            if schedule.copies:
+                self.executor.copy_pages(schedule.copies)
             logits = self.executor.execute(batch)
             executed = time.perf_counter()
             token_ids = self._sample(batch, logits)
@@ -143,9 +147,12 @@ class EngineCore:
         return self.sampler.sample(logits, slots, generated).tolist()
 
     def _commit(self, schedule: Schedule, batch: Batch, token_ids: list[int]) -> list[RequestOutput]:
-        for request, count in schedule.num_tokens.items():
-            request.num_computed += count
         rows = batch.sample_rows.tolist()
+        unusable = {row for row, token in zip(rows, token_ids, strict=True) if token == INVALID_TOKEN}
+        for row, (request, count) in enumerate(schedule.num_tokens.items()):
+            request.num_computed += count
+            if self.cache is not None and row not in unusable:
+                self.cache.computed(request)
         return [self._append(batch.requests[row], token) for row, token in zip(rows, token_ids, strict=True)]
 
     def _append(self, request: Request, token_id: int) -> RequestOutput:
@@ -185,6 +192,7 @@ class EngineCore:
         return RequestOutput(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
             num_generated_tokens=request.num_generated,
             finish_reason=request.finish_reason,
             times=request.times,
@@ -201,6 +209,8 @@ class EngineCore:
             generation_tokens=self.generation_tokens,
             request_success=dict(self.finished),
             num_steps=self.num_steps,
+            prefix_cache_queries=0 if self.cache is None else self.cache.queries,
+            prefix_cache_hits=0 if self.cache is None else self.cache.hits,
         )
 
     def check(self) -> None:

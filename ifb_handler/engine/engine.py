@@ -73,12 +73,7 @@ class Engine:
         self.eos_token_ids = executor.eos_token_ids
         self.weight_bytes = executor.weight_bytes
         self.pool_bytes = executor.pool_bytes
-        self._core = EngineCore(
-            executor,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        self._core = EngineCore(executor, config)
         self.max_model_len = self._core.max_request_len
         self._seeds = random.Random(config.seed)
         self._changed = threading.Condition()  # guards all that follows

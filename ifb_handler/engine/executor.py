@@ -33,6 +33,10 @@ class Executor(ABC):
     def execute(self, batch: Batch) -> torch.Tensor:
         """Write the batch's keys and values to their pages -> logits, float32 [S, V], of the rows that sample."""
 
+    @abstractmethod
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages of keys and values, (from, to), all layers. Every page is read before any is written."""
+
     def take_seconds(self) -> dict[str, float]:
         """Seconds by section since the last call (`gemm`, `attention`); empty where nothing is measured."""
         return {}

@@ -2,9 +2,16 @@
 
 The one owner of KV memory, after PagedAttention (Kwon et al., SOSP 2023). It counts pages; the tensors behind them are
 the executor's. A running sequence holds a *slot*, its row of the block tables.
+
+A page is in one of three states, and free + cached + used = total:
+    used      owned by one or more slots (`ref_counts`)
+    cached    owned by none, but the prefix cache still knows what is in it (`in_cache`): taken when no free one is left
+    free      neither
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,7 +22,9 @@ class KVPool:
     tables       int32 [max_num_seqs, ceil(max_len / block_size)]: physical page by slot and logical page; only the
                  first `num_pages[slot]` entries of a row mean anything
     num_pages    int32 [max_num_seqs]: pages held by each slot
-    ref_counts   int32 [num_blocks]: owners of each page, 0 for a free one
+    ref_counts   int32 [num_blocks]: slots that own each page
+    in_cache     bool [num_blocks]: pages whose contents the prefix cache can give to another sequence
+    reclaim      set by the prefix cache: gives up that many of its pages, all cached ones if need be (see `uncache`)
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_len: int) -> None:
@@ -24,17 +33,25 @@ class KVPool:
         self.tables = np.zeros((max_num_seqs, -(-max_len // block_size)), np.int32)
         self.num_pages = np.zeros(max_num_seqs, np.int32)
         self.ref_counts = np.zeros(num_blocks, np.int32)
+        self.in_cache = np.zeros(num_blocks, bool)
+        self.num_cached = 0
+        self.reclaim: Callable[[int], None] = lambda count: None
         # Stacks: the page and the slot given back last are taken first, so that memory in the cache is used again.
         self._free_pages = list(range(num_blocks - 1, -1, -1))
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
-    def num_free(self) -> int:
-        return len(self._free_pages)
+    def num_available(self) -> int:
+        """Pages that a sequence can be given: the free and the cached ones."""
+        return len(self._free_pages) + self.num_cached
+
+    def num_available_beside(self, pages: list[int]) -> int:
+        """As `num_available`, once `pages` are in use."""
+        return self.num_available - int((self.ref_counts[pages] == 0).sum())
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free_pages)
+        return self.num_blocks - self.num_available
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -43,15 +60,24 @@ class KVPool:
         """Take a slot with no pages. Never more than `max_num_seqs` are open."""
         return self._free_slots.pop()
 
+    def adopt(self, slot: int, pages: list[int]) -> None:
+        """Make `slot`, which has none, an owner of pages whose contents are computed: the beginning of its sequence."""
+        self.num_cached -= int((self.ref_counts[pages] == 0).sum())
+        self.ref_counts[pages] += 1
+        self.tables[slot, : len(pages)] = pages
+        self.num_pages[slot] = len(pages)
+
     def extend(self, slot: int, num_tokens: int) -> bool:
-        """Give `slot` the pages to hold `num_tokens` in all. False, and nothing has changed, if too few are free."""
+        """Give `slot` the pages to hold `num_tokens` in all. False, and nothing changed, if too few are available."""
         held = int(self.num_pages[slot])
         wanted = self.pages_for(num_tokens)
-        if wanted <= held:
-            return True
         missing = wanted - held
-        if missing > len(self._free_pages):
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
             return False
+        if missing > len(self._free_pages):
+            self.reclaim(missing - len(self._free_pages))
         pages = self._free_pages[-missing:]
         del self._free_pages[-missing:]
         self.tables[slot, held:wanted] = pages
@@ -59,16 +85,41 @@ class KVPool:
         self.num_pages[slot] = wanted
         return True
 
-    def close(self, slot: int) -> None:
-        """Give the slot back, and every page that has no other owner."""
-        pages = self.tables[slot, : self.num_pages[slot]]
-        self.ref_counts[pages] -= 1
-        self._free_pages.extend(pages[self.ref_counts[pages] == 0].tolist())
+    def replace(self, slot: int, index: int, page: int) -> None:
+        """Own `page`, which holds the same, in place of the slot's page number `index`."""
+        old = int(self.tables[slot, index])
+        self.num_cached -= self.ref_counts[page] == 0
+        self.ref_counts[page] += 1
+        self.tables[slot, index] = page
+        self._disown(np.array([old]))
+
+    def close(self, slot: int) -> np.ndarray:
+        """Give the slot back, and every page that has no other owner. -> the pages that it held"""
+        pages = self.tables[slot, : self.num_pages[slot]].copy()
+        self._disown(pages)
         self.num_pages[slot] = 0
         self._free_slots.append(slot)
+        return pages
+
+    def _disown(self, pages: np.ndarray) -> None:
+        self.ref_counts[pages] -= 1
+        left = pages[self.ref_counts[pages] == 0]
+        cached = self.in_cache[left]
+        self.num_cached += int(cached.sum())
+        self._free_pages.extend(left[~cached].tolist())
+
+    def cache(self, page: int) -> None:
+        """Keep what is in `page`, which a slot owns, when its owners have gone."""
+        self.in_cache[page] = True
+
+    def uncache(self, page: int) -> None:
+        """Forget what is in `page`, which is cached: it is free now."""
+        self.in_cache[page] = False
+        self.num_cached -= 1
+        self._free_pages.append(page)
 
     def check(self) -> None:
-        """Prove that free + used = total and that each page has just the owners its count says; else RuntimeError."""
+        """Prove that free + cached + used = total and each page has the owners its count says; else RuntimeError."""
         owners = np.zeros(self.num_blocks, np.int32)
         for slot, count in enumerate(self.num_pages):
             np.add.at(owners, self.tables[slot, :count], 1)
@@ -76,13 +127,11 @@ class KVPool:
         free[self._free_pages] = True
         if len(self._free_pages) != int(free.sum()):
             raise RuntimeError("KV pool: a page is twice in the free list")
-        if not np.array_equal(owners, self.ref_counts):
-            raise RuntimeError(
-                f"KV pool: owner counts differ from the tables at pages {np.flatnonzero(owners != self.ref_counts)}"
-            )
-        if not np.array_equal(free, owners == 0):
-            raise RuntimeError(
-                f"KV pool: pages neither free nor owned, or both: {np.flatnonzero(free != (owners == 0))}"
-            )
+        if wrong := np.flatnonzero(owners != self.ref_counts).tolist():
+            raise RuntimeError(f"KV pool: owner counts differ from the tables at pages {wrong}")
+        if wrong := np.flatnonzero(free != ((owners == 0) & ~self.in_cache)).tolist():
+            raise RuntimeError(f"KV pool: pages are free and owned or cached, or none of these: {wrong}")
+        if self.num_cached != int(((owners == 0) & self.in_cache).sum()):
+            raise RuntimeError(f"KV pool: {self.num_cached} is not the number of cached pages")
         if self.num_pages[self._free_slots].any() or len(set(self._free_slots)) != len(self._free_slots):
             raise RuntimeError("KV pool: a free slot holds pages, or is free twice")

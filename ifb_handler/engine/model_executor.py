@@ -76,6 +76,13 @@ class ModelExecutor(Executor):
         hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
         return decoder.logits(hidden[self._put(batch.sample_tokens)])
 
+    @torch.inference_mode()
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = self._put(np.array(pairs, np.int64).T)
+        for keys, values in self.pages:
+            keys[target] = keys[source]
+            values[target] = values[source]
+
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 

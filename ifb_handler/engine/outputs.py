@@ -110,6 +110,8 @@ class EngineStats:
     generation_tokens: int
     request_success: dict[str, int]
     num_steps: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
 
     @property
     def kv_cache_usage_perc(self) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from ifb_handler.engine.outputs import FinishReason, RequestTimes
 from ifb_handler.engine.sampling_params import SamplingParams
@@ -46,7 +47,15 @@ class Request:
     num_computed    how many of `tokens` have their keys and values in the pool
     slot            the row of the pool's block tables while it runs, else None
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
+
+    Of the prefix cache:
+    cache_namespace        only requests of the same namespace share pages
+    needs_prompt_logits    its prompt must be computed whole
+    num_cached_tokens      prompt tokens that it did not have to compute when it first ran
+    cache_node, cache_depth    while it runs: the tree's node of the last page that the cache knows, and its depth
     """
+
+    needs_prompt_logits = False
 
     def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: OutputAssembler) -> None:
         self.request_id = request.request_id
@@ -58,6 +67,10 @@ class Request:
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed = 0
         self.slot: int | None = None
+        self.cache_namespace: Hashable = None
+        self.num_cached_tokens = 0
+        self.cache_node: Any = None
+        self.cache_depth = 0
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.times = RequestTimes(arrived=time.monotonic())

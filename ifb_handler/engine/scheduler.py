@@ -6,10 +6,11 @@ spent on decodes first, then on running prefills, then on new requests, so that 
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 
 from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.prefix_cache import NOTHING, Prefix, PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 
 
@@ -17,27 +18,32 @@ from ifb_handler.engine.request import Request, RequestState
 class Schedule:
     """One step: tokens to compute by request, decodes first; who came in from the queue; who was sent back to it.
 
+    `copies` are pages to copy before all else, (from, to): copy-on-write of a page whose beginning is known.
     `seconds` is what it took to decide.
     """
 
     num_tokens: dict[Request, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Scheduler:
     """First come, first served.
 
-    `waiting` and `running` are each in the order of arrival, and every running request arrived before every waiting
-    one: a preempted request is the latest of the running ones, and goes back to the head of the queue.
+    `waiting` is in the order of arrival. A request may pass an earlier one for one reason only: the earlier one waits
+    for a prefix that a running request is just computing (see `prefix_cache.py`), and will then have less to do itself.
     """
 
-    def __init__(self, pool: KVPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: KVPool, max_num_seqs: int, max_num_batched_tokens: int, cache: PrefixCache | None = None
+    ) -> None:
         self.pool = pool
+        self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
 
     def add(self, request: Request) -> None:
@@ -56,9 +62,16 @@ class Scheduler:
                 budget -= 1
         for request in [r for r in self.running if r.state is RequestState.PREFILL]:
             budget -= self._take_chunk(request, budget, step)
-        while self.waiting and budget and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
-            step.admitted.append(self.running[-1])
-            budget -= self._take_chunk(self.running[-1], budget, step)
+        for request in list(self.waiting):
+            if not budget or len(self.running) == self.max_num_seqs:
+                break
+            known = self.cache.match(request) if self.cache is not None else NOTHING
+            if known is None:
+                continue
+            if not self._admit(request, known, step):
+                break
+            step.admitted.append(request)
+            budget -= self._take_chunk(request, budget, step)
         return step
 
     def _take_chunk(self, request: Request, budget: int, step: Schedule) -> int:
@@ -70,7 +83,7 @@ class Scheduler:
     def _make_room(self, request: Request, step: Schedule) -> bool:
         """A page for the next token of `request`, if need be from the latest arrival, which may be `request` itself."""
         while not self.pool.extend(request.slot, request.num_computed + 1):
-            victim = self.running[-1]
+            victim = max(self.running, key=lambda r: r.arrival)
             self._preempt(victim)
             step.preempted.append(victim)
             if victim is request:
@@ -79,45 +92,59 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         """By recompute: its pages go, its tokens stay, and it waits to be prefilled again."""
-        self.running.remove(victim)
-        self.pool.close(victim.slot)
-        victim.slot = None
+        self._release(victim)
         victim.num_computed = 0
         victim.move(RequestState.PREEMPTED)
         victim.move(RequestState.WAITING)
-        self.waiting.appendleft(victim)
+        bisect.insort(self.waiting, victim, key=lambda r: r.arrival)
 
-    def _admit(self, request: Request) -> bool:
-        """Start the head of the queue if pages for all its tokens are free; a prefill never runs out of pages midway.
+    def _admit(self, request: Request, known: Prefix, step: Schedule) -> bool:
+        """Start a request if pages for all its tokens are available: a prefill never runs out of pages midway.
 
         A page for each running sequence is left free: without it a full pool would admit a request only to preempt it
         a few steps later. With nothing running any request fits (the engine refuses those that never could).
         """
-        if self.running and self.pool.pages_for(len(request.tokens) + 1) > self.pool.num_free - len(self.running):
+        pages = known.pages
+        missing = self.pool.pages_for(len(request.tokens) + 1) - len(pages)
+        if self.running and missing > self.pool.num_available_beside(pages) - len(self.running):
             return False
-        self.waiting.popleft()
+        self.waiting.remove(request)
         request.slot = self.pool.open()
+        self.pool.adopt(request.slot, pages)
         self.pool.extend(request.slot, len(request.tokens))
+        request.num_computed = len(pages) * self.pool.block_size
+        if known.tail is not None and known.tail.page is not None:  # it may just have been reclaimed
+            step.copies.append((known.tail.page, int(self.pool.tables[request.slot, len(pages)])))
+            request.num_computed += known.num_tail
+        if self.cache is not None:
+            self.cache.start(request, known, request.num_computed)
         request.move(RequestState.PREFILL)
         self.running.append(request)
         return True
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        pages = self.pool.close(request.slot)
+        request.slot = None
+        if self.cache is not None:
+            self.cache.stop(request, pages.tolist())
 
     def remove(self, request: Request) -> None:
         """Evict a request that has ended, wherever it is; its pages are free at once."""
         if request.slot is None:
             self.waiting.remove(request)
         else:
-            self.running.remove(request)
-            self.pool.close(request.slot)
-            request.slot = None
+            self._release(request)
         request.move(RequestState.FINISHED)
 
     def check(self) -> None:
-        """The pool's books, and that they agree with the requests'; else RuntimeError."""
+        """The pool's and the cache's books, and that they agree with the requests'; else RuntimeError."""
         self.pool.check()
-        arrivals = [r.arrival for r in self.running] + [r.arrival for r in self.waiting]
+        if self.cache is not None:
+            self.cache.check()
+        arrivals = [r.arrival for r in self.waiting]
         if arrivals != sorted(arrivals):
-            raise RuntimeError(f"scheduler: not in order of arrival: {arrivals}")
+            raise RuntimeError(f"scheduler: the queue is not in order of arrival: {arrivals}")
         for request in self.running:
             if request.slot is None or request.num_computed > self.pool.num_pages[request.slot] * self.pool.block_size:
                 raise RuntimeError(f"scheduler: {request!r} runs without the pages it needs")

@@ -1,0 +1,222 @@
+"""Automatic prefix caching: a radix tree over full pages, so that a prompt's known beginning is not computed again.
+
+RadixAttention (Zheng et al., SGLang, NeurIPS 2024) at the grain of a page; vLLM's automatic prefix caching with a tree
+for its hash table. A path from a root spells a sequence, one page of tokens an edge; each node names the page that
+holds the keys and values of its edge's tokens after that path.
+
+Who owns what: the pool owns the pages and counts the sequences that use them; the tree only remembers what is in a
+page whose contents are computed. A page that no sequence uses stays until the pool has no free one left (`reclaim`):
+then the leaf that was used least recently goes first. A sequence owns all pages of its path, so beneath an idle page
+there are idle ones only, and a page in use is never reclaimed.
+
+While a request computes its prompt, the pages to come stand in the tree as *pending* nodes. Another request that needs
+them waits for them in the queue rather than compute the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.request import Request
+
+
+class Node:
+    """page     where the edge's keys and values are; None while `pending`
+    pending     the request that is computing them
+    used        the cache's clock when its page was last given up by a sequence
+    """
+
+    __slots__ = ("children", "key", "page", "parent", "pending", "used")
+
+    def __init__(self, parent: Node | None, key: Hashable, pending: Request | None = None) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: dict[Hashable, Node] = {}
+        self.page: int | None = None
+        self.pending = pending
+        self.used = 0
+
+
+class Prefix(NamedTuple):
+    """What the cache knows of a sequence's beginning.
+
+    nodes         full pages, from the root on
+    tail          a page whose first `num_tail` tokens come next; to be copied, since it goes on differently
+    """
+
+    nodes: list[Node]
+    tail: Node | None = None
+    num_tail: int = 0
+
+    @property
+    def pages(self) -> list[int]:
+        return [node.page for node in self.nodes]
+
+
+NOTHING = Prefix([])
+# Beneath a page with more successors than this no one looks for a beginning in common: it costs a comparison a child.
+_MOST_CHILDREN_COMPARED = 16
+
+
+class PrefixCache:
+    """The tree. `queries` and `hits` count prompt tokens looked up and found, as vLLM's metrics do."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._block_size = pool.block_size
+        self._roots: dict[Hashable, Node] = {}  # by Request.cache_namespace: nothing is shared between them
+        self._nodes: list[Node | None] = [None] * pool.num_blocks  # by page
+        self._idle: list[tuple[int, int, Node]] = []  # a heap of leaves, with some that have changed since
+        self._clock = 0
+        self.queries = 0
+        self.hits = 0
+        pool.reclaim = self._reclaim
+
+    def match(self, request: Request) -> Prefix | None:
+        """What is known of the request's tokens; None: the next page is being computed by another, wait for it.
+
+        At least one token is left to compute, since the last one's logits are wanted; all of them, if all logits are.
+        """
+        if request.needs_prompt_logits:
+            return NOTHING
+        node = self._roots.get(request.cache_namespace)
+        found: list[Node] = []
+        parent = node
+        for key in self._keys(request, 0, (len(request.tokens) - 1) // self._block_size):
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                break
+            if node.page is None:
+                return None
+            found.append(node)
+            parent = node
+        return Prefix(found, *self._longest_beginning(request, parent, len(found) * self._block_size))
+
+    def _longest_beginning(self, request: Request, parent: Node | None, start: int) -> tuple[Node | None, int]:
+        """The child page that begins most like the request's tokens from `start` on, and how many it has in common."""
+        wanted = request.tokens[start : min(start + self._block_size, len(request.tokens) - 1)]
+        best, longest = None, 0
+        children = parent.children.items() if parent is not None else ()
+        if not wanted or len(children) > _MOST_CHILDREN_COMPARED:
+            return best, longest
+        for key, child in children:
+            tokens = array("q", key)
+            common = next((i for i, (a, b) in enumerate(zip(wanted, tokens, strict=False)) if a != b), len(wanted))
+            if common > longest and child.page is not None:
+                best, longest = child, common
+        return best, longest
+
+    def start(self, request: Request, known: Prefix, num_cached: int) -> None:
+        """The request, just admitted with `num_cached` tokens of `known`, will compute the rest of its full pages."""
+        if request.times.scheduled is None:  # not when it comes back from preemption
+            self.queries += len(request.tokens)
+            self.hits += num_cached
+            request.num_cached_tokens = num_cached
+        found = known.nodes
+        node = found[-1] if found else self._roots.setdefault(request.cache_namespace, Node(None, None))
+        request.cache_node, request.cache_depth = node, len(found)
+        for key in self._keys(request, len(found), len(request.tokens) // self._block_size):
+            if key in node.children:
+                break
+            node.children[key] = node = Node(node, key, pending=request)
+
+    def computed(self, request: Request) -> None:
+        """Remember the pages that the request has filled since the last call; cheap when there is none."""
+        full = request.num_computed // self._block_size
+        if full <= request.cache_depth:
+            return
+        pages = self._pool.tables[request.slot, request.cache_depth : full].tolist()
+        node = request.cache_node
+        for index, key in enumerate(self._keys(request, request.cache_depth, full)):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(node, key)
+            if child.page is None:
+                child.page, child.pending = pages[index], None
+                self._nodes[child.page] = child
+                self._pool.cache(child.page)
+            else:  # another has computed the same meanwhile: one page is enough
+                self._pool.replace(request.slot, request.cache_depth + index, child.page)
+            node = child
+        request.cache_node, request.cache_depth = node, full
+
+    def stop(self, request: Request, pages: list[int]) -> None:
+        """The request no longer runs and has given up `pages`: what it has not computed, it will not."""
+        self._clock += 1
+        for page in pages:
+            node = self._nodes[page]
+            if node is not None:
+                node.used = self._clock
+                self._offer(node)
+        pending = request.cache_node
+        for key in self._keys(request, request.cache_depth, len(request.tokens) // self._block_size):
+            child = pending.children.get(key)
+            if child is None or child.pending is not request:
+                break
+            if pending is request.cache_node:
+                del pending.children[key]
+                self._offer(pending)
+            pending = child
+        request.cache_node, request.cache_depth = None, 0
+
+    def _keys(self, request: Request, first: int, last: int) -> Iterator[bytes]:
+        size = self._block_size
+        return (request.tokens[i * size : (i + 1) * size].tobytes() for i in range(first, last))
+
+    def _offer(self, node: Node) -> None:
+        """If nothing keeps the node, put it where `_reclaim` looks."""
+        if node.page is not None and not node.children and not self._pool.ref_counts[node.page]:
+            heapq.heappush(self._idle, (node.used, node.page, node))
+            if len(self._idle) > 4 * self._pool.num_blocks:
+                self._idle = [entry for entry in set(self._idle) if self._is_idle(*entry)]
+                heapq.heapify(self._idle)
+
+    def _is_idle(self, used: int, page: int, node: Node) -> bool:
+        """Whether an entry of the heap is still true: the node may have been used, extended or reclaimed since."""
+        known = self._nodes[page] is node and node.used == used
+        return known and not node.children and not self._pool.ref_counts[page]
+
+    def _reclaim(self, count: int) -> None:
+        """Free `count` pages, the least recently used leaves first. The pool asks for no more than are cached."""
+        while count:
+            used, page, node = heapq.heappop(self._idle)
+            if not self._is_idle(used, page, node):
+                continue  # when it is idle again it is put here again
+            del node.parent.children[node.key]
+            self._nodes[page] = node.page = None
+            self._pool.uncache(page)
+            self._offer(node.parent)
+            count -= 1
+
+    def check(self) -> None:
+        """Prove that tree and pool agree; else RuntimeError."""
+        seen = 0
+        todo = list(self._roots.values())
+        idle = {id(node) for used, page, node in self._idle if self._is_idle(used, page, node)}
+        while todo:
+            node = todo.pop()
+            for key, child in node.children.items():
+                todo.append(child)
+                if child.parent is not node or child.key != key:
+                    raise RuntimeError("prefix cache: a node is not where its parent says")
+                if (child.page is None) == (child.pending is None):
+                    raise RuntimeError("prefix cache: a node is neither computed nor pending, or both")
+                if child.page is None:
+                    if any(grandchild.page is not None for grandchild in child.children.values()):
+                        raise RuntimeError("prefix cache: a page is computed beneath one that is not")
+                    if child.pending.slot is None:
+                        raise RuntimeError("prefix cache: a page is waited for that nobody computes")
+                    continue
+                seen += 1
+                if self._nodes[child.page] is not child or not self._pool.in_cache[child.page]:
+                    raise RuntimeError("prefix cache: the pool does not know a page as cached")
+                if not child.children and not self._pool.ref_counts[child.page] and id(child) not in idle:
+                    raise RuntimeError("prefix cache: an idle leaf cannot be reclaimed")
+                if node.page is not None and self._pool.ref_counts[child.page] > self._pool.ref_counts[node.page]:
+                    raise RuntimeError("prefix cache: a page is in use whose forerunner is not")
+        if seen != int(self._pool.in_cache.sum()):
+            raise RuntimeError("prefix cache: the pool holds pages that no path reaches")
