@@ -171,9 +171,22 @@ def test_a_prompt_larger_than_the_whole_pool_is_refused_and_the_largest_that_fit
         assert output.finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="stop_token_ids: 89 is not from 0 to 88"):
-        engine.generate([[1]], SamplingParams(stop_token_ids=[89]))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", [88, 89]),
+        ("logit_bias", {"5": 1, "89": 1}),
+        ("allowed_token_ids", [0, 89]),
+        ("bad_words", [[1, 89]]),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_refused_by_its_field_and_kills_nothing(
+    engine: Engine, field: str, value: object
+) -> None:
+    with pytest.raises(RequestError, match=f"{field}: 89 is not a token id, from 0 to 88") as refused:
+        engine.generate([[1]], SamplingParams(**{field: value}))
+    assert refused.value.param == field
+    assert engine.is_healthy
 
 
 def test_a_failed_step_ends_the_requests_in_it_and_no_others() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ifb_handler.engine.errors import RequestError
-from ifb_handler.engine.sampling_params import MAX_SEED, SamplingParams
+from ifb_handler.engine.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,30 @@ from ifb_handler.engine.sampling_params import MAX_SEED, SamplingParams
         ("top_p", math.nan),
         ("min_p", -0.01),
         ("min_p", 1.01),
+        ("n", 0),
+        ("n", 1.0),
+        ("best_of", 0),
+        ("best_of", True),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", math.nan),
+        ("logit_bias", [1, 2]),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", ["5"]),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", [5]),
+        ("bad_words", [[]]),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
         ("seed", -1),
         ("seed", MAX_SEED + 1),
         ("seed", 1.0),
@@ -60,6 +84,40 @@ def test_a_bad_value_is_refused_by_its_name(field: str, value: object) -> None:
     assert error.value.message.startswith(f"{field}: {value!r} is not ")
 
 
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({"x": 1}, "'x' is not a token id"),
+        ({"-1": 1}, "'-1' is not a token id"),
+        ({-1: 1}, "-1 is not a token id"),
+        ({1.0: 1}, "1.0 is not a token id"),
+        ({"1" * 5000: 1}, "is not a token id"),
+        ({"3": 101}, r"101, for token 3, is not in \[-100, 100\]"),
+        ({3: math.nan}, "nan, for token 3"),
+        ({3: None}, "None, for token 3"),
+        ({3: True}, "True, for token 3"),
+    ],
+)
+def test_a_bad_logit_bias_is_refused_by_its_token(bias: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=f"logit_bias: .*{message}") as error:
+        SamplingParams(logit_bias=bias)
+    assert error.value.param == "logit_bias"
+
+
+def test_the_keys_of_logit_bias_may_be_text_as_json_has_them() -> None:
+    assert SamplingParams(logit_bias={"7": -100, 8: 0.5}).logit_bias == {7: -100.0, 8: 0.5}
+
+
+def test_best_of_below_n_and_an_empty_choice_of_tokens_are_refused() -> None:
+    with pytest.raises(RequestError, match="best_of: 2 is below n, 3"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(RequestError, match="leaves no token to generate"):
+        SamplingParams(allowed_token_ids=[])
+    assert SamplingParams(n=3).num_sequences == 3
+    assert not SamplingParams(n=3, best_of=3).ranked
+    assert SamplingParams(n=3, best_of=4).ranked
+
+
 def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens: 5 is above max_tokens, 4") as error:
         SamplingParams(min_tokens=5, max_tokens=4)
@@ -78,6 +136,11 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
         ("top_p", 1),
         ("top_p", 1e-9),
         ("min_p", 1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("repetition_penalty", 1e-9),
+        ("logprobs", 0),
+        ("prompt_logprobs", MAX_LOGPROBS),
         ("seed", None),
         ("seed", MAX_SEED),
     ],

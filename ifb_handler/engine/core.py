@@ -83,7 +83,9 @@ class EngineCore:
             return None
         self.num_preemptions += len(schedule.preempted)
         for request in schedule.admitted:
-            self.sampler.state.set(request.slot, request.params, request.seed)
+            self.sampler.state.set(
+                request.slot, request.params, request.seed, request.tokens, request.num_prompt_tokens
+            )
             request.times.scheduled = request.times.scheduled or time.monotonic()
         schedule.seconds = time.perf_counter() - started
         return schedule

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ifb_handler.engine.bad_words import tokenize
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
@@ -97,6 +98,9 @@ class Engine:
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
         limit = self._check_request(request)
+        if request.params.bad_words:
+            bad_words = tokenize(request.params.bad_words, self.tokenizer)
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, bad_words=bad_words))
         detokenizer = Detokenizer(self._vocabulary, request.prompt_token_ids, request.params.skip_special_tokens)
         text = OutputAssembler(request.params, self.eos_token_ids, limit, detokenizer)
         with self._changed:
@@ -120,9 +124,10 @@ class Engine:
             raise RequestError("prompt: is empty; it must hold at least one token", "prompt")
         if not all(type(token) is int for token in prompt) or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise RequestError(f"prompt: token ids are integers from 0 to {self.vocab_size - 1}", "prompt")
-        bad = [i for i in request.params.stop_token_ids if i >= self.vocab_size]
-        if bad:
-            raise RequestError(f"stop_token_ids: {bad[0]} is not from 0 to {self.vocab_size - 1}", "stop_token_ids")
+        for field, ids in request.params.token_ids.items():
+            bad = [i for i in ids if i >= self.vocab_size]
+            if bad:
+                raise RequestError(f"{field}: {bad[0]} is not a token id, from 0 to {self.vocab_size - 1}", field)
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(

@@ -1,7 +1,8 @@
 """Chooses the next token of every row of a step at once.
 
-Filters come in the order of Hugging Face's `generate`: temperature, top_k, top_p, min_p. (vLLM applies min_p before
-top_k and top_p; the sets differ only where min_p and top_p are both given, as top_p then measures what min_p left.)
+What requests want changed in their logits comes first (`logit_edits.py`), then the filters, in the order of Hugging
+Face's `generate`: temperature, top_k, top_p, min_p. (vLLM applies min_p before top_k and top_p; the sets differ only
+where min_p and top_p are both given, as top_p then measures what min_p left.)
 
 Draws are counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the uniform number of a
 request's i-th token is a hash of (seed, i), so neither neighbours nor preemption can change it. The hash is SplitMix64
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ifb_handler.engine.logit_edits import LogitEdits, Masks
 from ifb_handler.engine.sampling_params import SamplingParams
 
 INVALID_TOKEN = -1
@@ -36,34 +38,28 @@ class SamplerState:
     """The running requests' settings by slot, in small arrays on the host; a step gathers its rows and builds none."""
 
     def __init__(self, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
-        self._eos_token_ids = tuple(eos_token_ids)
+        self.edits = LogitEdits(max_num_seqs, eos_token_ids)
         self.greedy = np.ones(max_num_seqs, dtype=bool)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.temperature = np.ones(max_num_seqs)
         self.top_k = np.full(max_num_seqs, _NO_LIMIT, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs)
         self.min_p = np.zeros(max_num_seqs)
-        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        # What a request may not draw before min_tokens: its stop tokens, padded with INVALID_TOKEN.
-        self.stop_ids = np.full((max_num_seqs, max(1, len(self._eos_token_ids))), INVALID_TOKEN, dtype=np.int64)
 
-    def set(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Gives `slot` (0 to max_num_seqs - 1) to a request; overwrites all that its last holder left."""
+    def set(
+        self, slot: int, params: SamplingParams, seed: int, tokens: Sequence[int] = (), num_prompt_tokens: int = 0
+    ) -> None:
+        """Gives `slot` (0 to max_num_seqs - 1) to a request; overwrites all that its last holder left.
+
+        tokens    the request's own, prompt and answer, which it appends to as it goes: read when a row is sampled
+        """
         self.greedy[slot] = params.greedy
         self.seed[slot] = seed
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k, _NO_LIMIT) if params.top_k > 0 else _NO_LIMIT
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.min_tokens[slot] = min(params.min_tokens, _NO_LIMIT)
-        if params.min_tokens:
-            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
-            if len(stops) > self.stop_ids.shape[1]:
-                wider = np.full((len(self.stop_ids), len(stops)), INVALID_TOKEN, dtype=np.int64)
-                wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-                self.stop_ids = wider
-            self.stop_ids[slot] = INVALID_TOKEN
-            self.stop_ids[slot, : len(stops)] = sorted(stops)
+        self.edits.set(slot, params, tokens, num_prompt_tokens)
 
 
 class Sampler:
@@ -72,19 +68,19 @@ class Sampler:
     def __init__(self, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
         self.state = SamplerState(max_num_seqs, eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, slots: Any, positions: Any) -> torch.Tensor:
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, slots: Any, positions: Any, masks: Masks | None = None) -> torch.Tensor:
         """The chosen token ids: int64 [S], on the device of `logits`.
 
-        logits      float32 [S, V] on any device; not changed
+        logits      float32 [S, V] on any device; the rows of requests that ask for it are edited in place
         slots       [S] integers on the host (list, numpy or CPU tensor): each row's slot
         positions   [S] integers on the host: how many tokens the row's request has generated before this one
+        masks       the rows of constrained requests, and which tokens each of them may choose
 
         A row that can not be sampled (NaN, +inf, or nothing above -inf) yields INVALID_TOKEN; the others are as ever.
         """
         state, slots, positions = self.state, np.asarray(slots), np.asarray(positions)
-        early = np.flatnonzero(positions < state.min_tokens[slots])
-        if early.size:
-            logits = _without(logits, early, state.stop_ids[slots[early]])
+        state.edits.apply(logits, slots, positions, masks)
         chosen = logits.argmax(-1)
         valid = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
         random_rows = np.flatnonzero(~state.greedy[slots])
@@ -203,16 +199,6 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     target = torch.minimum((uniforms * total.double()).long(), total - 1)
     column = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
     return column.clamp_(max=weights.shape[1] - 1)  # only a row that can not be sampled goes beyond
-
-
-def _without(logits: torch.Tensor, rows: np.ndarray, ids: np.ndarray) -> torch.Tensor:
-    """A copy with the `ids` [len(rows), W] of `rows` at -inf; ids outside the vocabulary are none."""
-    which, column = np.nonzero((ids >= 0) & (ids < logits.shape[1]))
-    if not which.size:
-        return logits
-    logits = logits.clone()
-    logits[_to_device(rows[which], logits), _to_device(ids[which, column], logits)] = -torch.inf
-    return logits
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

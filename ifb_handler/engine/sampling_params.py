@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ifb_handler.engine.errors import RequestError
 
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-5
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens that `logprobs` and `prompt_logprobs` can ask for at each position: OpenAI's limit."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Validated on construction: a bad value raises RequestError naming the field, the value and the range.
 
+    n                          answers to one prompt, >= 1
+    best_of                    answers to generate, >= n: the n with the highest sum of their tokens' log probabilities
+                               are given, best first, once all have ended; None: n
     max_tokens                 most tokens to generate, >= 1; None means up to the model's length
     min_tokens                 no stop of any kind before this many tokens, >= 0
     temperature                0 to 2; 0 is greedy, and so is anything below 1e-5
     top_k                      keep the k most likely tokens; 0 or -1 keeps all
     top_p                      keep the smallest set of tokens whose probabilities reach it, (0, 1]
     min_p                      drop tokens less likely than min_p times the likeliest, [0, 1]
+    presence_penalty           taken off the logit of every token generated before, -2 to 2
+    frequency_penalty          taken off the logit of a token once each time it was generated before, -2 to 2
+    repetition_penalty         > 0: what the logits of all tokens in prompt and answer so far are divided by (a negative
+                               one is multiplied)
+    logit_bias                 token id (or the same as text, as JSON has it) to what is added to its logit, -100 to 100
+    allowed_token_ids          only these may be generated; not empty; None: all
+    bad_words                  texts that are not generated, nor with a space before them; or token id sequences
+    logprobs                   give the log probability of each chosen token and of so many of the likeliest, 0 to
+                               MAX_LOGPROBS; None: give none
+    prompt_logprobs            the same for the prompt's tokens
     seed                       0 to 2**64 - 1; the same seed gives the same tokens whoever the neighbours are
     stop                       text that ends the answer, not part of it unless include_stop_str_in_output
     stop_token_ids             token ids that end the answer beside the model's own end-of-sequence ids
@@ -28,12 +44,22 @@ class SamplingParams:
     skip_special_tokens        leave special tokens out of the text
     """
 
+    n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
@@ -45,7 +71,32 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def num_sequences(self) -> int:
+        """How many answers are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the answers are known only when all have ended: such a request can not be streamed."""
+        return self.num_sequences > self.n
+
+    @property
+    def token_ids(self) -> dict[str, list[int]]:
+        """By field, the token ids that must lie in the model's vocabulary."""
+        return {
+            "stop_token_ids": list(self.stop_token_ids or ()),
+            "logit_bias": list(self.logit_bias or ()),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "bad_words": [i for word in self.bad_words or () if not isinstance(word, str) for i in word],
+        }
+
     def __post_init__(self) -> None:
+        _integer("n", self.n, 1, None)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, None)
+            if self.best_of < self.n:
+                raise RequestError(f"best_of: {self.best_of} is below n, {self.n}", "best_of")
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
@@ -55,13 +106,26 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, None)
         _real("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _real("min_p", self.min_p, 0.0, 1.0)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True, high_open=True)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _integer(field, getattr(self, field), 0, MAX_LOGPROBS)
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids: [] leaves no token to generate", "allowed_token_ids")
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise RequestError(f"{field}: {getattr(self, field)!r} is not true or false", field)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        stops = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stops))
 
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:
@@ -70,11 +134,13 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
         raise RequestError(f"{field}: {value!r} is not {allowed}", field)
 
 
-def _real(field: str, value: object, low: float, high: float, low_open: bool = False) -> None:
+def _real(field: str, value: object, low: float, high: float, low_open: bool = False, high_open: bool = False) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not low <= value <= high or (low_open and value == low):  # type: ignore[operator]
-        bracket = "(" if low_open else "["
-        raise RequestError(f"{field}: {value!r} is not a number in {bracket}{low:g}, {high:g}]", field)
+    if good:
+        good = (low < value if low_open else low <= value) and (value < high if high_open else value <= high)
+    if not good:
+        interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+        raise RequestError(f"{field}: {value!r} is not a number in {interval}", field)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -86,9 +152,37 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(ids: object) -> tuple[int, ...]:
-    if ids is None:
+def _token_ids(field: str, ids: object) -> tuple[int, ...]:
+    if not _are_token_ids(ids):
+        raise RequestError(f"{field}: {ids!r} is not a list of token ids", field)
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+def _are_token_ids(ids: object) -> bool:
+    return isinstance(ids, (list, tuple)) and all(type(i) is int and i >= 0 for i in ids)
+
+
+def _logit_bias(biases: object) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"logit_bias: {biases!r} is not a map of token ids to numbers", "logit_bias")
+    by_id: dict[int, float] = {}
+    for key, bias in biases.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        if type(token_id) is not int or token_id < 0:
+            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise RequestError(f"logit_bias: {bias!r}, for token {token_id}, is not in [-100, 100]", "logit_bias")
+        by_id[token_id] = float(bias)
+    return by_id
+
+
+def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    if words is None:
         return ()
-    if not isinstance(ids, (list, tuple)) or not all(type(i) is int and i >= 0 for i in ids):
-        raise RequestError(f"stop_token_ids: {ids!r} is not a list of token ids", "stop_token_ids")
-    return tuple(ids)
+    if not isinstance(words, (list, tuple)) or not all(
+        word and (isinstance(word, str) or _are_token_ids(word)) for word in words
+    ):
+        raise RequestError(f"bad_words: {words!r} is not a list of non-empty texts or token id lists", "bad_words")
+    return tuple(word if isinstance(word, str) else tuple(word) for word in words)
