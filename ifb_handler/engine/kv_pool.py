@@ -88,7 +88,7 @@ class KVPool:
     def replace(self, slot: int, index: int, page: int) -> None:
         """Own `page`, which holds the same, in place of the slot's page number `index`."""
         old = int(self.tables[slot, index])
-        self.num_cached -= self.ref_counts[page] == 0
+        self.num_cached -= int(self.ref_counts[page] == 0)
         self.ref_counts[page] += 1
         self.tables[slot, index] = page
         self._disown(np.array([old]))
