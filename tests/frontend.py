@@ -24,7 +24,7 @@ METRICS_YAML = Path(__file__).parents[1] / "config" / "metrics.yaml"
 
 @dataclass
 class Client:
-    """One HTTP request and what has come back for it. `hang_up` closes its connection."""
+    """One request, HTTP or (without headers) gRPC, and what has come back for it. `hang_up` closes its connection."""
 
     request_id: str
     headers: dict[str, str]
@@ -42,6 +42,10 @@ class Client:
     @property
     def body(self) -> bytes:
         return b"".join(self.chunks)
+
+    @property
+    def over_http(self) -> bool:
+        return bool(self.headers)
 
     @property
     def json(self) -> Any:
@@ -112,12 +116,15 @@ class Frontend:
         headers = prediction["headers"]
         stream_next = headers.get("ts_stream_next")
         first = client.status is None
-        assert not (stream_next == "false" and first), "a lone last chunk would hang an HTTP client"
-        assert not (stream_next is not None and prediction["status"] >= 400), "its body would be lost"
+        if client.over_http:
+            assert not (stream_next == "false" and first), "a lone last chunk would hang an HTTP client"
+            assert not (stream_next is not None and prediction["status"] >= 400), "its body would be lost"
+        else:
+            assert stream_next == "false", "a chunk drops the call, and StreamPredictions looks for the header"
         assert stream_next is not None or first, "a whole answer after chunks"
         if first:
             client.status, client.phrase = prediction["status"], prediction["phrase"]
-            client.answer_headers, client.chunked = headers, stream_next is not None
+            client.answer_headers, client.chunked = headers, stream_next == "true"
         client.chunks.append(prediction["body"])
         if stream_next != "true":
             client.done = True

@@ -35,12 +35,20 @@ class Information:
     respond: Callable[[Engine, ServedModel, str, Fields], dict[str, Any]]
 
 
-Route = Generation | Information
+@dataclass(frozen=True)
+class Cancellation:
+    """The route that ends other requests: only whoever holds them can."""
+
+    method: str
+
+
+Route = Generation | Information | Cancellation
 
 _EXACT: dict[str, Route] = {
     "": Generation("POST", plain.read, plain.PlainAnswer, read_fields_or_text),
     "v1/completions": Generation("POST", openai_completions.read, openai_completions.CompletionAnswer),
     "v1/chat/completions": Generation("POST", openai_chat.read, openai_chat.ChatAnswer),
+    "v1/cancel": Cancellation("POST"),
     "v1/models": Information("GET", lambda engine, model, rest, fields: openai_models.listing(model)),
     "health": Information("GET", lambda engine, model, rest, fields: engine_info.health(engine)),
     "engine/stats": Information("GET", lambda engine, model, rest, fields: engine_info.stats(engine)),

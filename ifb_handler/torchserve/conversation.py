@@ -3,11 +3,16 @@
 A streamed answer is chunks of server-sent events; a one-shot answer is one JSON body with Content-Length. TorchServe
 notices a hang-up only when it writes a chunk, so whoever has waited for PROBE_SECONDS is sent an empty one, which
 starts a one-shot answer as a stream, too: its body is then the last chunk.
+
+How a client can be answered (`Line`) depends on how it came. TorchServe drops a gRPC call at its first chunk in the
+continuous mode, does not say whether a call is `Predictions` or `StreamPredictions`, and fails the worker when a lone
+message to the latter does not call itself the last; nor has a gRPC answer a status of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ifb_handler.api import sse
 from ifb_handler.api.answer import Answer
@@ -40,15 +45,36 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Conversation:
-    """can_stream    False for a client that can be sent a single message only (gRPC)
-    answer        None until the request's body has been understood
+@dataclass(frozen=True)
+class Line:
+    """can_stream    a client can be sent more than one message
+    probed        an empty chunk finds out whether the client is still there
+    lone          what `Reply.last` says of an answer in one message
+    has_status    the client sees an answer's status; if not, it stands in the error's body
     """
 
-    def __init__(self, request_id: str, now: float, can_stream: bool = True) -> None:
+    can_stream: bool
+    probed: bool
+    lone: bool | None
+    has_status: bool
+
+
+HTTP = Line(can_stream=True, probed=True, lone=None, has_status=True)
+HTTP_UNPROBED = Line(can_stream=True, probed=False, lone=None, has_status=True)
+ONE_MESSAGE = Line(can_stream=False, probed=False, lone=True, has_status=False)
+GRPC_STREAM = Line(can_stream=True, probed=False, lone=True, has_status=False)
+
+
+class Conversation:
+    """name      what the client itself calls the request (header x-request-id)
+    answer    None until the request's body has been understood
+    """
+
+    def __init__(self, request_id: str, now: float, line: Line = HTTP, name: str | None = None) -> None:
         self.request_id = request_id
+        self.name = name
         self.answer: Answer | None = None
-        self._can_stream = can_stream
+        self._line = line
         self._probe_at = now + FIRST_PROBE_SECONDS
         self._outputs: list[RequestOutput] = []
         self._body: str | None = None  # an answer that is complete
@@ -61,12 +87,16 @@ class Conversation:
     @property
     def wants_events(self) -> bool:
         """Whether the client hears each token as it comes."""
-        return self._can_stream and self.answer is not None and self.answer.asked.stream
+        return self._line.can_stream and self.answer is not None and self.answer.asked.stream
 
     @property
     def has_news(self) -> bool:
         """Whether the next reply will say something, a probe aside."""
         return bool(self._body is not None or self._error or self._outputs or self._unsent)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
 
     def probe_soon(self) -> None:
         """For a request whose body is large: once it has a chunk, TorchServe no longer sends its body again."""
@@ -81,6 +111,10 @@ class Conversation:
         self.answer.add(output)
         if output.finished:
             self._body = self.answer.whole()
+
+    def is_called(self, name: str) -> bool:
+        """Whether this is the request of that id: TorchServe's, the answer's, or the client's own."""
+        return name in (self.request_id, self.name, self.answer and self.answer.id)
 
     def tell(self, body: str) -> None:
         """The whole answer, at once."""
@@ -97,10 +131,10 @@ class Conversation:
         """What to say in this round trip; None leaves the client waiting. Raises when the answer cannot be rendered."""
         if not self._closing:
             self._compose()
-        if self._closing and not self._started and (len(self._unsent) <= MAX_PIECE or not self._can_stream):
+        if self._closing and not self._started and (len(self._unsent) <= MAX_PIECE or not self._line.can_stream):
             return self._reply_whole()
         silent = not self._unsent and not self._closing
-        if silent and (not self._can_stream or now < self._probe_at):
+        if silent and (not self._line.probed or now < self._probe_at):
             return None
         self._probe_at = now + PROBE_SECONDS
         return self._reply_chunk()
@@ -110,7 +144,7 @@ class Conversation:
         if self._error is not None:
             self._closing = True
             as_event = self._started and self.wants_events
-            self._unsent += (sse.event(self._error.body()) if as_event else self._error.json()).encode()
+            self._unsent += (sse.event(self._error_body()) if as_event else sse.compact(self._error_body())).encode()
         elif self._body is not None:
             self._closing = True
             self._unsent += self._body.encode()
@@ -119,11 +153,18 @@ class Conversation:
             self._unsent += self.answer.stream(outputs).encode()
             self._closing = outputs[-1].finished
 
+    def _error_body(self) -> dict[str, Any]:
+        body = self._error.body()
+        if not self._line.has_status:
+            body["error"]["status"] = self._error.status
+        return body
+
     def _reply_whole(self) -> Reply:
         self.over = True
         if self._error is None:
-            return Reply(self._unsent, None, content_type=self._content_type)
-        return Reply(self._unsent, None, self._error.status, self._error.phrase, JSON, self._error.headers)
+            return Reply(self._unsent, self._line.lone, content_type=self._content_type)
+        headers, phrase = self._error.headers, self._error.phrase
+        return Reply(self._unsent, self._line.lone, self._error.status, phrase, JSON, headers)
 
     def _reply_chunk(self) -> Reply:
         piece, self._unsent = self._unsent[:MAX_PIECE], self._unsent[MAX_PIECE:]

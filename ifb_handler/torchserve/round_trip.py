@@ -16,17 +16,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ifb_handler.api import routes, sse
+from ifb_handler.api import cancel, routes, sse
+from ifb_handler.api.body import read_fields
 from ifb_handler.api.errors import APIError
 from ifb_handler.api.prompts import Prompt
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.engine import Engine
+from ifb_handler.engine.errors import QueueFullError
 from ifb_handler.engine.outputs import RequestOutput
 from ifb_handler.engine.request import GenerationRequest
 from ifb_handler.torchserve.absence import Absence
+from ifb_handler.torchserve.call import Call
 from ifb_handler.torchserve.conversation import Conversation, Reply
 from ifb_handler.torchserve.inbox import Inbox
 
@@ -47,6 +50,9 @@ class RoundTrip:
 
     on_finished       is told the last output of every request that the engine has finished
     on_engine_dead    is called when the engine has died and every client of its has been told so
+    sees_hang_ups     TorchServe drops a request whose client it finds gone; if not, no client is probed
+    min_interval      seconds between two replies; quick steps share one, as each costs the frontend milliseconds
+    max_live          one more request is refused at once (503); None: TorchServe sees to that
     """
 
     def __init__(
@@ -55,26 +61,33 @@ class RoundTrip:
         model: ServedModel,
         on_finished: Callable[[RequestOutput], None],
         on_engine_dead: Callable[[], None],
+        *,
+        sees_hang_ups: bool = True,
+        min_interval: float = MIN_INTERVAL,
+        max_live: int | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
         self._on_finished = on_finished
         self._on_engine_dead = on_engine_dead
+        self._min_interval = min_interval
+        self._max_live = max_live
         self._live: dict[str, Conversation] = {}
         self._inbox = Inbox(self._is_streaming)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="ifb-tokenize")
         self._num_requests = 0  # of the call that is being answered
         self._inline_characters = 0
         self._last_reply = 0.0
-        self._absence = Absence(self._abandon)
+        self._absence = Absence(self._abandon) if sees_hang_ups else None
 
     def call(self) -> AbstractContextManager[None]:
         """Around one call of TorchServe's: `take_in`, `collect` and `replies`, or else `give_up`."""
-        return self._absence.present()
+        return self._absence.present() if self._absence else nullcontext()
 
     def close(self) -> None:
         """Let go of the helper threads; the engine is its owner's to stop."""
-        self._absence.close()
+        if self._absence:
+            self._absence.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     # In
@@ -92,26 +105,36 @@ class RoundTrip:
                 self._open(request_id, data[index], context.get_all_request_header(index))
 
     def _open(self, request_id: str, parts: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
-        over_http = any(isinstance(value, str) for value in headers.values())  # gRPC brings no headers
-        conversation = Conversation(request_id, time.monotonic(), can_stream=over_http)
+        call = Call.of(parts, headers, self._absence is not None)
+        conversation = Conversation(request_id, time.monotonic(), call.line, call.name)
         self._live[request_id] = conversation
         try:
-            self._understand(conversation, parts, headers)
+            self._understand(conversation, call)
         except Exception as error:
             self._fail(conversation, error)
 
-    def _understand(self, conversation: Conversation, parts: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
-        if headers.get("explain") == "True":
-            raise APIError(501, "a language model has no explanations; use /predictions")
-        described = headers.get("describe") == "True"
-        route, rest = routes.find("v1/models" if described else headers.get("url_path") or "")
+    def _understand(self, conversation: Conversation, call: Call) -> None:
+        route, rest = routes.find(call.path())
         if isinstance(route, routes.Information):
-            conversation.tell(sse.compact(routes.inform(route, rest, parts, self._engine, self._model)))
+            conversation.tell(sse.compact(routes.inform(route, rest, call.parts, self._engine, self._model)))
             return
-        asked = route.read(route.read_body(parts), self._model)
+        if isinstance(route, routes.Cancellation):
+            named = cancel.read(read_fields(call.parts))
+            conversation.tell(sse.compact(cancel.report(named, self._cancel(named))))
+            return
+        if self._max_live is not None and len(self._live) > self._max_live:
+            raise QueueFullError(f"{self._max_live} requests are being served; send it again later")
+        asked = route.read(call.fields(route.read_body), self._model)
         asked.prompt.check_length(self._model)
         conversation.answer = route.answer(asked, conversation.request_id, self._model.name)
         self._tokenize(conversation, asked.prompt)
+
+    def _cancel(self, named: str) -> int:
+        """End the live requests of that id -> how many there were."""
+        meant = [conversation for conversation in self._live.values() if conversation.is_called(named)]
+        for conversation in meant:
+            self._fail(conversation, cancel.cancelled())
+        return len(meant)
 
     def _tokenize(self, conversation: Conversation, prompt: Prompt) -> None:
         self._inline_characters -= prompt.characters
@@ -123,6 +146,8 @@ class RoundTrip:
         tokens.add_done_callback(lambda done: self._inbox.put_tokenized(request_id, done))
 
     def _submit(self, conversation: Conversation, tokens: list[int]) -> None:
+        if conversation.has_failed:  # cancelled while it was tokenized
+            return
         params = conversation.answer.asked.params
         self._engine.submit(GenerationRequest(conversation.request_id, tokens, params), self._inbox)
         if len(tokens) >= LARGE_PROMPT_TOKENS:
@@ -138,7 +163,7 @@ class RoundTrip:
         """Wait for news, unless there is some already, and hand it to the conversations."""
         if not any(conversation.has_news for conversation in self._live.values()):
             self._inbox.wait(MAX_WAIT)
-            time.sleep(max(0.0, self._last_reply + MIN_INTERVAL - time.monotonic()))
+            time.sleep(max(0.0, self._last_reply + self._min_interval - time.monotonic()))
         outputs, tokenized = self._inbox.take()
         for request_id, tokens in tokenized:
             self._about(request_id, self._submit_tokenized, tokens)
@@ -191,7 +216,7 @@ class RoundTrip:
             _set_reply(context, index, reply)
             if conversation.over:
                 del self._live[request_id]
-        if self._live and self._live.keys() <= set(ids.values()):
+        if self._absence and self._live and self._live.keys() <= set(ids.values()):
             self._absence.arm()
         if not self._live and not self._engine.is_healthy:
             self._on_engine_dead()
@@ -199,8 +224,9 @@ class RoundTrip:
 
     def give_up(self, context: Any) -> list[bytes | None]:
         """End every live request with an error: after a failure that is no single request's."""
-        for request_id in context.request_ids.values():
-            conversation = self._live.setdefault(request_id, Conversation(request_id, time.monotonic()))
+        for index, request_id in context.request_ids.items():
+            line = Call.of({}, context.get_all_request_header(index), self._absence is not None).line
+            conversation = self._live.setdefault(request_id, Conversation(request_id, time.monotonic(), line))
             conversation.fail(APIError(500, "internal error in the round trip; the server's log has the details"))
             self._engine.cancel(request_id)
         return self.replies(context)
