@@ -55,10 +55,21 @@ class RecallExecutor(Executor):
             raise RuntimeError("asked to fail")
         assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "two tokens in one place"
         self.memory[batch.slot_mapping] = batch.token_ids
-        logits = torch.zeros(len(batch.sample_rows), VOCAB_SIZE)
-        for i, row in enumerate(batch.sample_rows.tolist()):
-            length = int(batch.context_lens[row])
-            pages = batch.block_tables[row, : -(-length // self.block_size)]
-            places = (pages[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:length]
-            logits[i, next_token(self.memory[places])] = 1.0
+        self.batch = batch
+        return self.logits_at(batch.sample_tokens)
+
+    def logits_at(self, places: np.ndarray) -> torch.Tensor:
+        logits = torch.zeros(len(places), VOCAB_SIZE)
+        for i, place in enumerate(places.tolist()):
+            row = int(np.searchsorted(self.batch.query_starts, place, side="right")) - 1
+            length = int(self.batch.positions[place]) + 1
+            pages = self.batch.block_tables[row, : -(-length // self.block_size)]
+            slots = (pages[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:length]
+            logits[i] = self.logits_after(self.memory[slots])
+        return logits
+
+    def logits_after(self, context: np.ndarray) -> torch.Tensor:
+        """float32 [V]"""
+        logits = torch.zeros(VOCAB_SIZE)
+        logits[next_token(context)] = 1.0
         return logits

@@ -16,7 +16,8 @@ from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
-from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
+from ifb_handler.engine.logprobs import read_prompts, token_logprobs
+from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord, TokenLogprobs
 from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
@@ -106,15 +107,16 @@ class EngineCore:
             if schedule.copies:
                 self.executor.copy_pages(schedule.copies)
             logits = self.executor.execute(batch)
+            read_prompts(batch, self.executor)
             executed = time.perf_counter()
-            token_ids = self._sample(batch, logits)
+            tokens = self._sample(batch, logits)
             sampled = time.perf_counter()
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
             outputs = [self._fail(r, f"the step failed: {error}") for r in schedule.num_tokens]
             self.executor.take_seconds()
         else:
-            outputs = self._commit(schedule, batch, token_ids)
+            outputs = self._commit(schedule, batch, tokens)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = executed - scheduled - sum(seconds.values())
@@ -139,25 +141,36 @@ class EngineCore:
         self.num_steps += 1
         return StepResult(outputs, record)
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[int]:
-        """A token for each of the batch's `sample_rows`."""
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[tuple[int, TokenLogprobs | None]]:
+        """A token for each of the batch's `sample_rows`, with its log probability where it was asked for."""
         if not len(batch.sample_rows):
             return []
         rows = [batch.requests[row] for row in batch.sample_rows.tolist()]
         slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
         generated = np.fromiter((r.num_generated for r in rows), np.int64, len(rows))
-        return self.sampler.sample(logits, slots, generated).tolist()
+        asking = [i for i, request in enumerate(rows) if request.params.logprobs is not None]
+        raw = logits[asking].log_softmax(-1) if asking else None  # before the sampler edits the logits
+        token_ids = self.sampler.sample(logits, slots, generated).tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            chosen = [max(token_ids[i], 0) for i in asking]  # who is given INVALID_TOKEN hears of no logprobs
+            num_top = [rows[i].params.logprobs for i in asking]
+            for i, one in zip(asking, token_logprobs(raw, chosen, num_top), strict=True):
+                logprobs[i] = one
+        return list(zip(token_ids, logprobs, strict=True))
 
-    def _commit(self, schedule: Schedule, batch: Batch, token_ids: list[int]) -> list[RequestOutput]:
+    def _commit(
+        self, schedule: Schedule, batch: Batch, tokens: list[tuple[int, TokenLogprobs | None]]
+    ) -> list[RequestOutput]:
         rows = batch.sample_rows.tolist()
-        unusable = {row for row, token in zip(rows, token_ids, strict=True) if token == INVALID_TOKEN}
+        unusable = {row for row, (token_id, _) in zip(rows, tokens, strict=True) if token_id == INVALID_TOKEN}
         for row, (request, count) in enumerate(schedule.num_tokens.items()):
             request.num_computed += count
             if self.cache is not None and row not in unusable:
                 self.cache.computed(request)
-        return [self._append(batch.requests[row], token) for row, token in zip(rows, token_ids, strict=True)]
+        return [self._append(batch.requests[row], *token) for row, token in zip(rows, tokens, strict=True)]
 
-    def _append(self, request: Request, token_id: int) -> RequestOutput:
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         if token_id == INVALID_TOKEN:
             return self._fail(request, "the model gave no usable logits (NaN, or no token allowed)")
         if request.state is RequestState.PREFILL:
@@ -174,6 +187,8 @@ class EngineCore:
             return self._fail(request, f"the text of token {token_id} could not be made: {error}")
         output = self._output(request) if news.finish_reason is None else self._finish(request, news.finish_reason)
         output.token_ids, output.text, output.stop_reason = [token_id], news.text, news.stop_reason
+        output.logprobs = None if logprobs is None else [logprobs]
+        output.prompt_logprobs = request.prompt_logprobs if request.num_generated == 1 else None
         return output
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:

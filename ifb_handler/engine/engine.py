@@ -330,4 +330,10 @@ class Engine:
 
 
 def _joined(so_far: RequestOutput, news: RequestOutput) -> RequestOutput:
-    return dataclasses.replace(news, text=so_far.text + news.text, token_ids=so_far.token_ids + news.token_ids)
+    return dataclasses.replace(
+        news,
+        text=so_far.text + news.text,
+        token_ids=so_far.token_ids + news.token_ids,
+        logprobs=news.logprobs if so_far.logprobs is None else so_far.logprobs + (news.logprobs or []),
+        prompt_logprobs=news.prompt_logprobs if so_far.prompt_logprobs is None else so_far.prompt_logprobs,
+    )

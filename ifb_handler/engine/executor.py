@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 
 from ifb_handler.engine.batch import Batch
@@ -32,6 +33,10 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, batch: Batch) -> torch.Tensor:
         """Write the batch's keys and values to their pages -> logits, float32 [S, V], of the rows that sample."""
+
+    @abstractmethod
+    def logits_at(self, places: np.ndarray) -> torch.Tensor:
+        """Logits, float32 [N, V], after more tokens of the batch last executed: int64 [N], flat indices into it."""
 
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -73,8 +73,12 @@ class ModelExecutor(Executor):
             max_context_len=int(batch.context_lens.max()),
         )
         decoder = self.model.decoder
-        hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
-        return decoder.logits(hidden[self._put(batch.sample_tokens)])
+        self._hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
+        return self.logits_at(batch.sample_tokens)
+
+    @torch.inference_mode()
+    def logits_at(self, places: np.ndarray) -> torch.Tensor:
+        return self.model.decoder.logits(self._hidden[self._put(places)])
 
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ifb_handler.engine.outputs import FinishReason, RequestTimes
+from ifb_handler.engine.outputs import FinishReason, RequestTimes, TokenLogprobs
 from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.stopping import OutputAssembler
 
@@ -47,15 +47,13 @@ class Request:
     num_computed    how many of `tokens` have their keys and values in the pool
     slot            the row of the pool's block tables while it runs, else None
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
+    prompt_logprobs one for each token of the prompt so far (None for the first), if it asks for them, else None
 
     Of the prefix cache:
     cache_namespace        only requests of the same namespace share pages
-    needs_prompt_logits    its prompt must be computed whole
     num_cached_tokens      prompt tokens that it did not have to compute when it first ran
     cache_node, cache_depth    while it runs: the tree's node of the last page that the cache knows, and its depth
     """
-
-    needs_prompt_logits = False
 
     def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: OutputAssembler) -> None:
         self.request_id = request.request_id
@@ -65,6 +63,9 @@ class Request:
         self.text = text
         self.tokens = array("q", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if request.params.prompt_logprobs is None else [None]
+        )
         self.num_computed = 0
         self.slot: int | None = None
         self.cache_namespace: Hashable = None
@@ -86,6 +87,11 @@ class Request:
     def num_pending(self) -> int:
         """Tokens whose keys and values are still to be computed: one while decoding, a prompt's rest in prefill."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether all of its prompt must be computed, even what the prefix cache holds."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def move(self, state: RequestState) -> None:
         if state not in _NEXT_STATES[self.state]:

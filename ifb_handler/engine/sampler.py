@@ -141,7 +141,7 @@ def kept_weights(
             continue
         everyone = len(rows) == len(scores)
         row_scores, row_probs = (scores, probs) if everyone else (scores[rows], probs[rows])
-        values, ids = _in_order(row_scores, width)
+        values, ids = in_order(row_scores, width)
         weights = _weights(row_probs.gather(1, ids))
         whole = row_probs.sum(-1, keepdim=True, dtype=torch.float64) * _WEIGHT_OF_ONE
         keep, least = _keep(values, weights, whole, top_k[rows], top_p[rows], min_p[rows])
@@ -176,7 +176,7 @@ def _keep(
     return keep, torch.where(limited, kth, least[:, None]).squeeze(1)
 
 
-def _in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` highest scores in falling order and their token ids; equal scores in the order of their ids."""
     if width < scores.shape[1]:
         values, ids = scores.topk(width, sorted=False)
