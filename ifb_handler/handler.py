@@ -36,14 +36,7 @@ class IFBHandler:
         except Exception as error:
             logger.error("%s cannot be served: %s: %s", context.model_name, type(error).__name__, error)
             raise
-        model = ServedModel(
-            name=engine.model_name,
-            aliases=(context.model_name,),
-            tokenizer=engine.tokenizer,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            default_max_tokens=options.default_max_tokens,
-        )
+        model = ServedModel.of(engine, aliases=(context.model_name,))
         metrics = MetricsReporter(engine.stats, context.metrics, context.model_name)
         self.round_trip = RoundTrip(engine, model, metrics.finished, _restart_worker)
         atexit.register(engine.shutdown)

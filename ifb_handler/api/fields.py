@@ -11,82 +11,102 @@ from ifb_handler.engine.sampling_params import SamplingParams
 
 Fields = Mapping[str, Any]
 
-_SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "max_tokens")
+# Read by the route itself: their form or their default depends on it.
+_BY_ROUTE = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs", "structured")
+_SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _BY_ROUTE)
 
 # Fields that would change the answer and are not served: each with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([], ""),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
 }
+_INSTEAD = {"functions": "use tools", "function_call": "use tool_choice", "suffix": "a prompt is only continued"}
 
 
-def flag(fields: Fields, name: str, where: str = "") -> bool:
-    """False when not given. `where` is the field's full name if it lies inside another."""
+def flag(fields: Fields, name: str, where: str = "", default: bool = False) -> bool:
+    """`default` when not given. `where` is the field's full name if it lies inside another."""
     value = fields.get(name)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise bad_field(where or name, f"{shown(value)} is not true or false")
     return value
 
 
+def integer(fields: Fields, name: str, low: int, where: str = "") -> int | None:
+    """None when not given."""
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or value < low):
+        raise bad_field(where or name, f"{shown(value)} is not an integer of at least {low}")
+    return value
+
+
+def text(fields: Fields, name: str, where: str = "") -> str | None:
+    """None when not given. A text holds whole characters: half a surrogate pair could not be sent back."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not is_encodable(value):
+        raise bad_field(where or name, f"{shown(value)} is not a text")
+    return value
+
+
+def is_encodable(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def section(fields: Fields, name: str, where: str = "") -> dict[str, Any]:
+    """An object inside the body; empty when not given."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad_field(where or name, f"{shown(value)} is not an object")
+    return value
+
+
 def include_usage(fields: Fields) -> bool:
     """`stream_options.include_usage`, which OpenAI allows with `stream` only."""
-    options = fields.get("stream_options")
-    if options is None:
+    if fields.get("stream_options") is None:
         return False
-    if not isinstance(options, dict):
-        raise bad_field("stream_options", f"{shown(options)} is not an object")
+    options = section(fields, "stream_options")
     if not flag(fields, "stream"):
         raise bad_field("stream_options", 'is allowed only with "stream": true')
     return flag(options, "include_usage", "stream_options.include_usage")
 
 
-def sampling_params(fields: Fields, max_tokens: int | None, max_tokens_field: str = "max_tokens") -> SamplingParams:
-    """The sampling fields; `max_tokens` is what holds when `max_tokens_field` is not given."""
-    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
-    if fields.get(max_tokens_field) is not None:
-        max_tokens = fields[max_tokens_field]
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise bad_field(max_tokens_field, f"{shown(max_tokens)} is not an integer of at least 1")
-    return SamplingParams(max_tokens=max_tokens, **given)
+def sampling_params(
+    fields: Fields, max_tokens: int | None, max_tokens_field: str = "max_tokens", **by_route: Any
+) -> SamplingParams:
+    """The sampling fields; `max_tokens` is what holds when `max_tokens_field` is not given.
+
+    by_route    what the route has read itself; None for what was not asked for
+    """
+    given = {name: fields.get(name) for name in _SAMPLING} | by_route
+    asked = integer(fields, max_tokens_field, 1)
+    return SamplingParams(
+        max_tokens=max_tokens if asked is None else asked,
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def refuse_unserved(fields: Fields) -> None:
-    """Raises a 400 for a field that is not served yet and whose value would change the answer."""
+    """Raises a 400 for a field that is not served and whose value would change the answer."""
     for name, neutral in _NEUTRAL.items():
         value = fields.get(name)
         if value is not None and not any(_same(value, each) for each in neutral):
-            hint = f" (only {' or '.join(shown(each) for each in neutral)})" if neutral else ""
-            raise bad_field(name, f"{shown(value)} is not supported yet{hint}")
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise bad_field(name, f"{shown(value)} is not supported{hint}")
 
 
 def _same(value: Any, neutral: Any) -> bool:

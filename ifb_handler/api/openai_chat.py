@@ -2,98 +2,222 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from ifb_handler.api.answer import Answer, Asked
+from ifb_handler.api import structured_output, tools
+from ifb_handler.api.answer import Answer, Asked, Choice, Part
+from ifb_handler.api.chat_messages import ChatPrompt, read_messages
 from ifb_handler.api.errors import bad_field, shown
-from ifb_handler.api.fields import Fields, flag, include_usage, refuse_unserved, sampling_params
-from ifb_handler.api.prompts import ChatPrompt
+from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params, section
+from ifb_handler.api.limits import check_sampling, timeout
+from ifb_handler.api.logprobs import chat_logprobs, prompt_logprobs
+from ifb_handler.api.openai_completions import best_of, truncated
 from ifb_handler.api.served_model import ServedModel
+from ifb_handler.api.tool_calls import CallDelta, NamedCallReader, ToolCallReader
+from ifb_handler.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+
+TOOL_CALLS = "tool_calls"
 
 
-def read(fields: Fields, model: ServedModel) -> Asked:
+@dataclass(frozen=True, kw_only=True)
+class ChatAsked(Asked):
+    """tools          what may be called; None: nothing
+    template       the model's chat template, which tells the form of its calls
+    show_prompt    vLLM's `prompt_logprobs` were asked for
+    """
+
+    tools: tools.Tools | None = None
+    template: str = ""
+    show_prompt: bool = False
+
+
+def read(fields: Fields, model: ServedModel) -> ChatAsked:
     """Raises APIError or RequestError naming the field at fault. Without max_tokens the model's length is the limit."""
     model.check_name(fields)
     refuse_unserved(fields)
+    stream = flag(fields, "stream")
+    offered = tools.read(fields)
+    template = tools.template_of(model, offered)
+    prompt = ChatPrompt(read_messages(fields.get("messages")), offered, _template_options(fields, model))
     newer = fields.get("max_completion_tokens") is not None
-    return Asked(
-        prompt=ChatPrompt(_messages(fields.get("messages"))),
-        params=sampling_params(fields, None, "max_completion_tokens" if newer else "max_tokens"),
-        stream=flag(fields, "stream"),
+    prompt_entries = integer(fields, "prompt_logprobs", 0)
+    if prompt_entries is not None and stream:
+        raise bad_field("prompt_logprobs", 'is not given with "stream": true')
+    by_route: dict[str, Any] = {
+        "n": fields.get("n"),
+        "best_of": best_of(fields, stream),
+        "logprobs": _logprobs(fields),
+        "prompt_logprobs": prompt_entries,
+        "structured": _structure(fields, offered),
+    }
+    if offered and _calls_are_special(model):
+        by_route["skip_special_tokens"] = False
+    params = sampling_params(fields, None, "max_completion_tokens" if newer else "max_tokens", **by_route)
+    check_sampling(params, model.config)
+    return ChatAsked(
+        parts=[Part(truncated(fields, prompt, model), params)],
+        stream=stream,
         include_usage=include_usage(fields),
+        timeout=timeout(fields, model.config),
+        tools=offered,
+        template=template,
+        show_prompt=prompt_entries is not None,
     )
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        what = "is missing" if value is None else f"{shown(value)} is not a list of messages"
-        raise bad_field("messages", "is empty" if value == [] else what)
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+def _logprobs(fields: Fields) -> int | None:
+    """`logprobs` says whether, `top_logprobs` how many rivals of each token."""
+    top = integer(fields, "top_logprobs", 0)
+    if not flag(fields, "logprobs"):
+        if top:
+            raise bad_field("top_logprobs", 'is given only with "logprobs": true')
+        return None
+    return top or 0
 
 
-def _message(where: str, message: object) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise bad_field(where, f"{shown(message)} is not an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise bad_field(f"{where}.role", f"{shown(role)} is not a role such as user, assistant or system")
-    for name in ("tool_calls", "function_call"):
-        if message.get(name):
-            raise bad_field(f"{where}.{name}", "is not supported yet")
-    named = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
-    return {"role": role, "content": _content(f"{where}.content", message.get("content")), **named}
+def _structure(fields: Fields, offered: tools.Tools | None) -> Any | None:
+    asked = structured_output.read(fields)
+    held = offered.structure() if offered else None
+    if asked and held:
+        raise bad_field("tool_choice", "a call that must be made and response_format exclude each other")
+    return held or asked
 
 
-def _content(where: str, content: object) -> str:
-    """A text, or a list of text parts, which are joined as they stand."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_field(where, f"{shown(content)} is not a text or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise bad_field(f"{where}[{i}].type", f"{shown(kind)} is not supported; this model reads text parts")
-        if not isinstance(part.get("text"), str):
-            raise bad_field(f"{where}[{i}].text", f"{shown(part.get('text'))} is not a text")
-        texts.append(part["text"])
-    return "".join(texts)
+def _calls_are_special(model: ServedModel) -> bool:
+    """Some tokenizers count the mark of a tool call among the special tokens, which are left out of the text."""
+    marks = model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return any(token.special and token.content == "<tool_call>" for token in marks)
+
+
+def _template_options(fields: Fields, model: ServedModel) -> dict[str, Any]:
+    """vLLM's fields for the template: an answer that is begun, a message that is continued, a model's own switches."""
+    continues = flag(fields, "continue_final_message")
+    begins = flag(fields, "add_generation_prompt", default=not continues)
+    if continues and begins:
+        raise bad_field("continue_final_message", "and add_generation_prompt exclude each other")
+    own = section(fields, "chat_template_kwargs")
+    taken = inspect.signature(model.tokenizer.apply_chat_template).parameters
+    for name in own:
+        if name in taken:
+            raise bad_field("chat_template_kwargs", f"{shown(name)} is not the template's to take")
+    return {**own, "add_generation_prompt": begins, "continue_final_message": continues}
 
 
 class ChatAnswer(Answer):
     """Object `chat.completion`, or chunks of it: the first carries the role, the following the text."""
 
     id_prefix = "chatcmpl-"
+    asked: ChatAsked
 
-    def _opening(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""}, None)
+    def __init__(self, asked: ChatAsked, request_id: str, model: ServedModel, public_id: str | None = None) -> None:
+        super().__init__(asked, request_id, model, public_id)
+        self._readers = [self._reader() for _ in self.choices]
 
-    def _delta(self, text: str, token_ids: list[int]) -> dict[str, Any]:
-        return self._chunk({"content": text} if text else {}, self.finish_reason)
+    def _reader(self) -> ToolCallReader | NamedCallReader | None:
+        return self.asked.tools.reader(self.asked.template) if self.asked.tools else None
 
-    def _closing(self) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", []) | {"usage": self.usage}
+    @property
+    def usage(self) -> dict[str, Any]:
+        return super().usage | {"prompt_tokens_details": {"cached_tokens": self.num_cached_tokens}}
 
-    def _body(self, text: str, token_ids: list[int]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._envelope("chat.completion", [self._choice("message", message, self.finish_reason)]) | {
-            "usage": self.usage
-        }
+    def _opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._chunk(choice, {"role": "assistant", "content": ""}, None, None)]
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        chunk = self._envelope("chat.completion.chunk", [self._choice("delta", delta, finish_reason)])
+    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
+        delta: dict[str, Any] = {}
+        text, reader = news.text, self._readers[choice.index]
+        if reader is not None:
+            text, calls = reader.push(text)
+            if news.finished:
+                last_text, last_calls = reader.flush()
+                text, calls = text + last_text, calls + last_calls
+            if calls:
+                delta["tool_calls"] = [{"index": call.index} | _told(call) for call in calls]
+        if text:
+            delta["content"] = text
+        if not (delta or news.logprobs or news.finished):
+            return []
+        return [self._chunk(choice, delta, news.logprobs, self._reason(choice, reader) if news.finished else None)]
+
+    def _closing(self) -> list[dict[str, Any]]:
+        return [self._envelope("chat.completion.chunk", []) | {"usage": self.usage}]
+
+    def _body(self) -> dict[str, Any]:
+        body = self._envelope("chat.completion", list(map(self._whole_choice, self.choices))) | {"usage": self.usage}
+        if self.asked.show_prompt:
+            body["prompt_logprobs"] = prompt_logprobs(self.model, self.prompt_logprobs[0] or [])
+        return body
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        reader = self._readers[choice.index]
+        if reader is not None:
+            text, calls = reader.push(text)
+            last_text, last_calls = reader.flush()
+            whole = _added_up(calls + last_calls)
+            message["content"] = text + last_text or (None if whole else "")
+            if whole:
+                message["tool_calls"] = [_told(call) for call in whole]
+        return self._choice(choice, "message", message, choice.logprobs, self._reason(choice, reader))
+
+    def _reason(self, choice: Choice, reader: ToolCallReader | NamedCallReader | None) -> str:
+        if reader is not None and reader.complete and choice.finish_reason is FinishReason.STOP:
+            return TOOL_CALLS
+        return str(choice.finish_reason)
+
+    def _chunk(
+        self, choice: Choice, delta: dict[str, Any], logprobs: list[TokenLogprobs] | None, reason: str | None
+    ) -> dict[str, Any]:
+        chunk = self._envelope("chat.completion.chunk", [self._choice(choice, "delta", delta, logprobs, reason)])
         return chunk | ({"usage": None} if self.asked.include_usage else {})
 
-    def _choice(self, name: str, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, name: said, "logprobs": None, "finish_reason": finish_reason}
-        return choice | ({"stop_reason": self.stop_reason} if finish_reason else {})
+    def _choice(
+        self,
+        choice: Choice,
+        name: str,
+        said: dict[str, Any],
+        logprobs: list[TokenLogprobs] | None,
+        reason: str | None,
+    ) -> dict[str, Any]:
+        told = {
+            "index": choice.index,
+            name: said,
+            "logprobs": chat_logprobs(self.model, logprobs) if logprobs else None,
+            "finish_reason": reason,
+        }
+        return told | ({"stop_reason": choice.stop_reason} if reason else {})
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model_name,
+            "model": self.model.name,
             "choices": choices,
         }
+
+
+def _told(call: CallDelta) -> dict[str, Any]:
+    """As OpenAI has it: id, type and name only with the first piece."""
+    if call.call_id is None:
+        return {"function": {"arguments": call.arguments}}
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _added_up(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+    """Each call whole."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.call_id is not None:
+            calls.append(delta)
+        else:
+            calls[-1].arguments += delta.arguments
+    return calls

@@ -14,7 +14,7 @@ def listing(model: ServedModel) -> dict[str, Any]:
 
 def card(model: ServedModel, name: str) -> dict[str, Any]:
     """Raises a 404 APIError for a name that is not served."""
-    if name not in (model.name, *model.aliases):
+    if not model.answers_to(name):
         raise APIError(404, f"model {shown(name)} is not served here; {model.name!r} is", code="model_not_found")
     return _card(model, name)
 

@@ -1,4 +1,4 @@
-"""The three forms of a prompt, and how each becomes token ids.
+"""The forms of a prompt, and how each becomes token ids.
 
 A prompt is measured before it is tokenized: megabytes that can never fit are refused at once, and a long text is
 tokenized off the thread that serves the others (`tokenize` lets go of the interpreter's lock).
@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from ifb_handler.api.errors import APIError, bad_field, shown
+from ifb_handler.api.errors import bad_field, shown
+from ifb_handler.api.limits import check_batch, check_characters
 from ifb_handler.api.served_model import ServedModel
 
 
@@ -27,14 +28,12 @@ class Prompt(ABC):
         """Raises a 400 APIError when it cannot be tokenized or comes to no token at all."""
 
     def check_length(self, model: ServedModel) -> None:
-        """Raises a 400 when the prompt is sure to be longer than the model's length, however it is tokenized."""
-        fewest = model.fewest_tokens(self.characters)
-        if fewest >= model.max_model_len:
-            raise bad_field(
-                self.param,
-                f"{self.characters} characters are at least {fewest} tokens; prompt and answer hold at most "
-                f"{model.max_model_len} tokens",
-            )
+        """Raises a 400 when the prompt is sure to be longer than a prompt may be, however it is tokenized."""
+        check_characters(self.characters, self.param, model)
+
+    def echo(self, model: ServedModel, token_ids: list[int]) -> str:
+        """The prompt as a text, to stand before its answer; `token_ids` is what it came to."""
+        return model.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -55,39 +54,39 @@ class TokenPrompt(Prompt):
 class TextPrompt(Prompt):
     text: str
     param: str = "prompt"
+    add_special_tokens: bool = True
 
     @property
     def characters(self) -> int:  # type: ignore[override]
         return len(self.text)
 
     def token_ids(self, model: ServedModel) -> list[int]:
-        return tokenize(model, self.text, self.param, add_special_tokens=True)
+        return tokenize(model, self.text, self.param, add_special_tokens=self.add_special_tokens)
+
+    def echo(self, model: ServedModel, token_ids: list[int]) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
-class ChatPrompt(Prompt):
-    """Messages, to be laid out by the model's chat template. The template writes the special tokens, BOS too."""
+class TruncatedPrompt(Prompt):
+    """The last `keep` tokens of another prompt."""
 
-    messages: list[dict[str, Any]]
-    param: str = "messages"
+    whole: Prompt
+    keep: int
+
+    @property
+    def param(self) -> str:  # type: ignore[override]
+        return self.whole.param
 
     @property
     def characters(self) -> int:  # type: ignore[override]
-        return sum(len(message["content"]) for message in self.messages)
+        return self.whole.characters
 
     def token_ids(self, model: ServedModel) -> list[int]:
-        if not model.tokenizer.chat_template:
-            raise APIError(
-                400,
-                f"the model {model.name!r} has no chat template: use v1/completions, or a tokenizer that has one",
-                param=self.param,
-                code="no_chat_template",
-            )
-        try:
-            text = model.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template refuses in its own words: roles out of order, for instance
-            raise bad_field(self.param, f"the model's chat template refuses them: {error}") from error
-        return tokenize(model, text, self.param, add_special_tokens=False)
+        return self.whole.token_ids(model)[-self.keep :]
+
+    def check_length(self, model: ServedModel) -> None:
+        """It fits, however long it is."""
 
 
 def tokenize(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -102,20 +101,32 @@ def tokenize(model: ServedModel, text: str, param: str, *, add_special_tokens: b
     return ids
 
 
-def read_prompt(value: object, param: str = "prompt") -> Prompt:
-    """A text, a list of token ids, or a list of one of either."""
+def read_prompts(value: object, model: ServedModel, param: str = "prompt", **text_options: Any) -> list[Prompt]:
+    """A text, a list of token ids, or a list of texts and lists of token ids. `text_options`: TextPrompt's."""
     if value is None:
         raise bad_field(param, "is missing; it must be a text or a list of token ids")
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise bad_field(param, f"{len(value)} prompts in one request are not supported yet; send one")
-        value = value[0]
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return [_read_one(value, param, text_options)]
+    check_batch(param, len(value), model.config)
+    several = len(value) > 1
+    return [_read_one(each, f"{param}[{i}]" if several else param, text_options) for i, each in enumerate(value)]
+
+
+def read_prompt(value: object, model: ServedModel, param: str = "prompt") -> Prompt:
+    """Where one answer is given: a text, a list of token ids, or a list of one of either."""
+    prompts = read_prompts(value, model, param)
+    if len(prompts) > 1:
+        raise bad_field(param, f"{len(prompts)} prompts where one answer is given; use v1/completions")
+    return prompts[0]
+
+
+def _read_one(value: object, param: str, text_options: dict[str, Any]) -> Prompt:
     if not isinstance(value, (str, list)):
         raise bad_field(param, f"{shown(value)} is not a text or a list of token ids")
     if not value:
         raise bad_field(param, "is empty")
     if isinstance(value, str):
-        return TextPrompt(value, param)
+        return TextPrompt(value, param, **text_options)
     for token in value:
         if type(token) is not int:
             raise bad_field(param, f"{shown(token)} is not a token id")

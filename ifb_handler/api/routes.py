@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ifb_handler.api import engine_info, openai_chat, openai_completions, openai_models, plain
+from ifb_handler.api import engine_info, kserve, openai_chat, openai_completions, openai_models, plain, tgi
 from ifb_handler.api.answer import Answer, Asked
 from ifb_handler.api.body import read_fields, read_fields_or_text
 from ifb_handler.api.errors import APIError, shown
@@ -44,12 +44,20 @@ class Cancellation:
 
 Route = Generation | Information | Cancellation
 
+_PLAIN = Generation("POST", plain.read, plain.PlainAnswer, read_fields_or_text)
+_TGI = Generation("POST", tgi.read, tgi.TGIAnswer)
+_KSERVE_V1 = Generation("POST", kserve.read_v1, kserve.V1Answer)
+_KSERVE_V2 = Generation("POST", kserve.read_v2, kserve.V2Answer)
+
 _EXACT: dict[str, Route] = {
-    "": Generation("POST", plain.read, plain.PlainAnswer, read_fields_or_text),
+    "": _PLAIN,
     "v1/completions": Generation("POST", openai_completions.read, openai_completions.CompletionAnswer),
     "v1/chat/completions": Generation("POST", openai_chat.read, openai_chat.ChatAnswer),
     "v1/cancel": Cancellation("POST"),
     "v1/models": Information("GET", lambda engine, model, rest, fields: openai_models.listing(model)),
+    "generate": Generation("POST", tgi.read_one_shot, tgi.TGIAnswer),
+    "generate_stream": Generation("POST", tgi.read_stream, tgi.TGIAnswer),
+    "info": Information("GET", lambda engine, model, rest, fields: tgi.info(model)),
     "health": Information("GET", lambda engine, model, rest, fields: engine_info.health(engine)),
     "engine/stats": Information("GET", lambda engine, model, rest, fields: engine_info.stats(engine)),
     "engine/steps": Information("GET", lambda engine, model, rest, fields: engine_info.steps(engine, "", fields)),
@@ -58,6 +66,10 @@ _PREFIXES: dict[str, Route] = {
     "v1/models/": Information("GET", lambda engine, model, rest, fields: openai_models.card(model, rest)),
     "engine/steps/": Information("GET", lambda engine, model, rest, fields: engine_info.steps(engine, rest, fields)),
 }
+
+
+# What a client may well ask for, and why it is not there.
+_NOT_SERVED = {"v1/embeddings": "this model generates text; it has no embeddings"}
 
 
 def find(path: str) -> tuple[Route, str]:
@@ -69,7 +81,20 @@ def find(path: str) -> tuple[Route, str]:
         if path.startswith(prefix):
             return route, path.removeprefix(prefix)
     listed = [f"{route.method} {name or '(the bare path)'}" for name, route in _EXACT.items()]
-    raise APIError(404, f"no route {shown(path)}; the routes are {', '.join(listed)}", code="unknown_route")
+    what = _NOT_SERVED.get(path, f"no route {shown(path)}")
+    raise APIError(404, f"{what}; the routes are {', '.join(listed)}", code="unknown_route")
+
+
+def by_body(route: Generation, fields: Fields) -> Generation:
+    """The bare path serves several protocols: KServe's, because TorchServe does not say by which of its paths a request
+    came, and TGI's, because Hugging Face's client posts to the address it is given. What the body holds tells which."""
+    if route is not _PLAIN:
+        return route
+    if "instances" in fields:
+        return _KSERVE_V1
+    if "inputs" in fields:
+        return _KSERVE_V2 if isinstance(fields["inputs"], list) else _TGI
+    return route
 
 
 def inform(

@@ -14,5 +14,5 @@ def event(body: dict[str, Any]) -> str:
 
 
 def compact(body: dict[str, Any]) -> str:
-    """JSON on one line, text as UTF-8 rather than escaped."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    """JSON on one line, text as UTF-8 rather than escaped. Raises ValueError for a number that JSON has no form for."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -20,6 +20,13 @@ _COUNTS = (
     "max_num_waiting",
     "num_gpu_blocks_override",
     "default_max_tokens",
+    "max_input_tokens",
+    "max_total_tokens",
+    "max_stop_sequences",
+    "max_stop_length",
+    "max_n",
+    "max_logprobs",
+    "max_client_batch_size",
     "num_threads",
 )
 
@@ -44,6 +51,15 @@ class EngineConfig:
     gpu_memory_utilization     on a GPU, the share of its memory that weights and pool together may take
     cpu_kv_cache_gib           on a CPU, the pool's size
     default_max_tokens         max_tokens of a plain body or raw text that names none
+    max_input_tokens           longest prompt that is taken, in tokens; None: what leaves room for one token more
+    max_total_tokens           most tokens of a prompt and the max_tokens asked for with it; None: an answer that comes
+                               to max_model_len just ends there
+    max_stop_sequences         most stop strings of a request
+    max_stop_length            most characters in a stop string
+    max_n                      most answers to one prompt (n, best_of)
+    max_logprobs               most rivals of a token whose log probabilities are told
+    max_client_batch_size      most prompts in one request
+    request_timeout            seconds until a request is ended with an error; a request may ask for less; None: never
     seed                       seeds the requests that bring no seed of their own; None: from the system
     attention_backend          auto, triton, cpu or torch
     num_threads                threads of torch and the CPU kernels; None: torch's own choice
@@ -64,6 +80,14 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
     default_max_tokens: int = 256
+    max_input_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_stop_sequences: int = 16
+    max_stop_length: int = 256
+    max_n: int = 16
+    max_logprobs: int = 20
+    max_client_batch_size: int = 128
+    request_timeout: float | None = None
     seed: int | None = None
     attention_backend: str = "auto"
     num_threads: int | None = None
@@ -99,6 +123,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
         if not (math.isfinite(self.cpu_kv_cache_gib) and self.cpu_kv_cache_gib > 0):
             raise ConfigError(f"cpu_kv_cache_gib: {self.cpu_kv_cache_gib} is not above 0")
+        if self.request_timeout is not None and not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
+            raise ConfigError(f"request_timeout: {self.request_timeout} is not above 0")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed: {self.seed} is not from 0 to 2**64 - 1")
 

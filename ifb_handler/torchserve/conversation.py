@@ -12,11 +12,14 @@ message to the latter does not call itself the last; nor has a gRPC answer a sta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from ifb_handler.api import sse
-from ifb_handler.api.answer import Answer
+from ifb_handler.api.answer import Answer, Asked
 from ifb_handler.api.errors import APIError
+from ifb_handler.api.plain import PlainAnswer
+from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.outputs import RequestOutput
 
 JSON = "application/json"
@@ -68,13 +71,16 @@ GRPC_STREAM = Line(can_stream=True, probed=False, lone=True, has_status=False)
 class Conversation:
     """name      what the client itself calls the request (header x-request-id)
     answer    None until the request's body has been understood
+    form      the kind of answer, known before its body: it says what an error looks like
     """
 
     def __init__(self, request_id: str, now: float, line: Line = HTTP, name: str | None = None) -> None:
         self.request_id = request_id
         self.name = name
         self.answer: Answer | None = None
+        self.form: type[Answer] = PlainAnswer
         self._line = line
+        self._opened_at = now
         self._probe_at = now + FIRST_PROBE_SECONDS
         self._outputs: list[RequestOutput] = []
         self._body: str | None = None  # an answer that is complete
@@ -83,6 +89,22 @@ class Conversation:
         self._closing = False  # nothing comes after `_unsent`
         self._started = False  # the status line has gone out, as a stream's
         self.over = False  # the last reply has been given out
+
+    def begin(self, asked: Asked, model: ServedModel) -> Answer:
+        """The body has been understood."""
+        self.answer = self.form(asked, self.request_id, model, self.name)
+        return self.answer
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """The ids of the engine's requests that this one has, or will have."""
+        return self.answer.engine_ids if self.answer is not None else []
+
+    def has_expired(self, now: float) -> bool:
+        """Whether its time is up and nothing has ended it yet."""
+        if self.answer is None or self.answer.asked.timeout is None or self._closing:
+            return False
+        return now >= self._opened_at + self.answer.asked.timeout and self._body is None and self._error is None
 
     @property
     def wants_events(self) -> bool:
@@ -109,7 +131,7 @@ class Conversation:
             self._outputs.append(output)
             return
         self.answer.add(output)
-        if output.finished:
+        if self.answer.finished:
             self._body = self.answer.whole()
 
     def is_called(self, name: str) -> bool:
@@ -151,20 +173,20 @@ class Conversation:
         elif self._outputs:
             outputs, self._outputs = self._outputs, []
             self._unsent += self.answer.stream(outputs).encode()
-            self._closing = outputs[-1].finished
+            self._closing = self.answer.finished
 
     def _error_body(self) -> dict[str, Any]:
-        body = self._error.body()
+        body = self.form.error_body(self._error)
         if not self._line.has_status:
-            body["error"]["status"] = self._error.status
+            (body["error"] if isinstance(body["error"], dict) else body)["status"] = self.form.status_of(self._error)
         return body
 
     def _reply_whole(self) -> Reply:
         self.over = True
         if self._error is None:
             return Reply(self._unsent, self._line.lone, content_type=self._content_type)
-        headers, phrase = self._error.headers, self._error.phrase
-        return Reply(self._unsent, self._line.lone, self._error.status, phrase, JSON, headers)
+        status = self.form.status_of(self._error)
+        return Reply(self._unsent, self._line.lone, status, HTTPStatus(status).phrase, JSON, self._error.headers)
 
     def _reply_chunk(self) -> Reply:
         piece, self._unsent = self._unsent[:MAX_PIECE], self._unsent[MAX_PIECE:]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from ifb_handler.engine.mailbox import Mailbox
 from ifb_handler.engine.outputs import RequestOutput
 
-Tokenized = tuple[str, "Future[list[int]]"]
+Tokenized = tuple[str, "Future[list[list[int]]]"]
 
 
 class Inbox(Mailbox):
@@ -30,9 +30,14 @@ class Inbox(Mailbox):
             if urgent:
                 self._wake()
 
-    def put_tokenized(self, request_id: str, tokens: Future[list[int]]) -> None:
+    def put_tokenized(self, request_id: str, tokens: Future[list[list[int]]]) -> None:
         with self._arrived:
             self._tokenized.append((request_id, tokens))
+            self._wake()
+
+    def nudge(self) -> None:
+        """Wake the reader for something that is not in here."""
+        with self._arrived:
             self._wake()
 
     def _wake(self) -> None:

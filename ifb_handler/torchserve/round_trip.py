@@ -20,14 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ifb_handler.api import cancel, routes, sse
+from ifb_handler.api.answer import Asked, owner
 from ifb_handler.api.body import read_fields
-from ifb_handler.api.errors import APIError
-from ifb_handler.api.prompts import Prompt
+from ifb_handler.api.errors import APIError, expired
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.engine import Engine
 from ifb_handler.engine.errors import QueueFullError
 from ifb_handler.engine.outputs import RequestOutput
-from ifb_handler.engine.request import GenerationRequest
 from ifb_handler.torchserve.absence import Absence
 from ifb_handler.torchserve.call import Call
 from ifb_handler.torchserve.conversation import Conversation, Reply
@@ -90,6 +89,15 @@ class RoundTrip:
             self._absence.close()
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def live(self) -> list[str]:
+        """The ids of the requests that have not had their last reply."""
+        return list(self._live)
+
+    def nudge(self) -> None:
+        """End the wait of `collect`, for a new request. From any thread."""
+        self._inbox.nudge()
+
     # In
 
     def take_in(self, data: Sequence[Mapping[str, Any]], context: Any) -> None:
@@ -97,8 +105,7 @@ class RoundTrip:
         self._num_requests = len(data)
         ids: dict[int, str] = context.request_ids
         for request_id in self._live.keys() - set(ids.values()):
-            del self._live[request_id]
-            self._engine.cancel(request_id)
+            self._stop(self._live.pop(request_id))
         self._inline_characters = INLINE_CHARACTERS
         for index, request_id in ids.items():
             if request_id not in self._live:
@@ -124,10 +131,14 @@ class RoundTrip:
             return
         if self._max_live is not None and len(self._live) > self._max_live:
             raise QueueFullError(f"{self._max_live} requests are being served; send it again later")
-        asked = route.read(call.fields(route.read_body), self._model)
-        asked.prompt.check_length(self._model)
-        conversation.answer = route.answer(asked, conversation.request_id, self._model.name)
-        self._tokenize(conversation, asked.prompt)
+        conversation.form = route.answer
+        fields = call.fields(route.read_body)
+        route = routes.by_body(route, fields)
+        conversation.form = route.answer
+        asked = route.read(fields, self._model)
+        asked.check_lengths(self._model)
+        conversation.begin(asked, self._model)
+        self._tokenize(conversation, asked)
 
     def _cancel(self, named: str) -> int:
         """End the live requests of that id -> how many there were."""
@@ -136,27 +147,27 @@ class RoundTrip:
             self._fail(conversation, cancel.cancelled())
         return len(meant)
 
-    def _tokenize(self, conversation: Conversation, prompt: Prompt) -> None:
-        self._inline_characters -= prompt.characters
+    def _tokenize(self, conversation: Conversation, asked: Asked) -> None:
+        self._inline_characters -= asked.characters
         if self._inline_characters >= 0:
-            self._submit(conversation, prompt.token_ids(self._model))
+            self._submit(conversation, asked.token_ids(self._model))
             return
         request_id = conversation.request_id
-        tokens = self._tokenizing.submit(prompt.token_ids, self._model)
+        tokens = self._tokenizing.submit(asked.token_ids, self._model)
         tokens.add_done_callback(lambda done: self._inbox.put_tokenized(request_id, done))
 
-    def _submit(self, conversation: Conversation, tokens: list[int]) -> None:
+    def _submit(self, conversation: Conversation, tokens: list[list[int]]) -> None:
         if conversation.has_failed:  # cancelled while it was tokenized
             return
-        params = conversation.answer.asked.params
-        self._engine.submit(GenerationRequest(conversation.request_id, tokens, params), self._inbox)
-        if len(tokens) >= LARGE_PROMPT_TOKENS:
+        for request in conversation.answer.requests(tokens):
+            self._engine.submit(request, self._inbox)
+        if sum(map(len, tokens)) >= LARGE_PROMPT_TOKENS:
             conversation.probe_soon()
 
     # Between
 
     def _is_streaming(self, request_id: str) -> bool:
-        conversation = self._live.get(request_id)
+        conversation = self._live.get(owner(request_id))
         return conversation is not None and conversation.wants_events
 
     def collect(self) -> None:
@@ -170,9 +181,9 @@ class RoundTrip:
         for output in outputs:
             if output.finished:
                 self._on_finished(output)
-            self._about(output.request_id, Conversation.hear, output)
+            self._about(owner(output.request_id), Conversation.hear, output)
 
-    def _submit_tokenized(self, conversation: Conversation, tokens: Future[list[int]]) -> None:
+    def _submit_tokenized(self, conversation: Conversation, tokens: Future[list[list[int]]]) -> None:
         self._submit(conversation, tokens.result())
 
     def _about(self, request_id: str, act: Callable[[Conversation, Any], None], news: Any) -> None:
@@ -190,13 +201,18 @@ class RoundTrip:
         if told.status == 500 and told is not error:
             logger.exception("request %s failed", conversation.request_id, exc_info=error)
         conversation.fail(told)
-        self._engine.cancel(conversation.request_id)
+        self._stop(conversation)
+
+    def _stop(self, conversation: Conversation) -> None:
+        """Give back what its requests hold of the engine, if they hold anything."""
+        for engine_id in conversation.engine_ids:
+            self._engine.cancel(engine_id)
 
     def _abandon(self) -> None:
         """No call has come although every client was just written to: all have hung up (called by `Absence`)."""
         for conversation in self._live.values():
             conversation.fail(APIError(503, "TorchServe has not asked for this answer for too long; send it again"))
-            self._engine.cancel(conversation.request_id)
+            self._stop(conversation)
 
     # Out
 
@@ -208,6 +224,8 @@ class RoundTrip:
         context.stopping_criteria = {}
         for index, request_id in list(ids.items()):
             conversation = self._live[request_id]
+            if conversation.has_expired(now):
+                self._fail(conversation, expired(conversation.answer.asked.timeout))
             reply = self._next_reply(conversation, now)
             if reply is None:
                 del ids[index]
@@ -228,7 +246,7 @@ class RoundTrip:
             line = Call.of({}, context.get_all_request_header(index), self._absence is not None).line
             conversation = self._live.setdefault(request_id, Conversation(request_id, time.monotonic(), line))
             conversation.fail(APIError(500, "internal error in the round trip; the server's log has the details"))
-            self._engine.cancel(request_id)
+            self._stop(conversation)
         return self.replies(context)
 
     def _next_reply(self, conversation: Conversation, now: float) -> Reply | None:
