@@ -14,6 +14,7 @@ setup(
         "ifb_handler.cli",
         "ifb_handler.config",
         "ifb_handler.engine",
+        "ifb_handler.engine.policies",
         "ifb_handler.models",
         "ifb_handler.torchserve",
         "ifb_kernels",

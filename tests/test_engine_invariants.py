@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recall_executor import VOCAB_SIZE, RecallExecutor, expected_answer
 
-from ifb_handler.engine.config import EngineConfig
+from ifb_handler.engine.config import CHOICES, EngineConfig
 from ifb_handler.engine.core import EngineCore
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
 from ifb_handler.engine.outputs import FinishReason
@@ -17,6 +17,7 @@ from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.stopping import OutputAssembler
 
 BLOCK_SIZE = 4
+MODES = ("batching", "scheduling_policy", "prefill_priority", "capacity", "kv_reservation")
 
 
 def queue(core: EngineCore, request_id: str, prompt: list[int], max_tokens: int) -> None:
@@ -44,6 +45,8 @@ arrivals = st.lists(
 @given(
     arrivals=arrivals,
     caching=st.booleans(),
+    modes=st.fixed_dictionaries({}, optional={name: st.sampled_from(CHOICES[name]) for name in MODES}),
+    chunked=st.booleans(),
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(1, 48),
@@ -52,6 +55,8 @@ arrivals = st.lists(
 def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
     arrivals: list[tuple[int, int, int, int, int | None]],
     caching: bool,
+    modes: dict[str, str],
+    chunked: bool,
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
@@ -65,6 +70,8 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
+        enable_chunked_prefill=chunked,
+        **modes,
     )
     core = EngineCore(executor, config)
     plan, cancels, prompts, limits = {}, {}, {}, {}
@@ -95,7 +102,8 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         core.check()
         if result is not None:
             assert result.record.used_blocks <= num_blocks
-            assert len(result.record.decode) + sum(n for _, n in result.record.prefill) <= budget
+            if chunked:
+                assert len(result.record.decode) + sum(n for _, n in result.record.prefill) <= budget
             for request_id, _ in result.record.prefill:
                 if request_id not in first_scheduled:
                     first_scheduled.append(request_id)
@@ -110,7 +118,9 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         assert step < 20_000, "a request never ends"
     assert core.pool.num_used == 0
     assert set(ends) == set(prompts)
-    if not caching:  # with it, a later request may pass one that waits for its prefix to be computed
+    if (
+        not caching and modes.get("scheduling_policy", "fcfs") == "fcfs"
+    ):  # with caching, a later request may pass one that waits for its prefix to be computed
         assert first_scheduled == sorted(first_scheduled, key=int), "first come, first served"
     for request_id, prompt in prompts.items():
         expected = expected_answer(prompt, limits[request_id], eos)

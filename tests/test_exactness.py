@@ -28,14 +28,19 @@ AMPLE = 32 * -(-800 // BLOCK_SIZE)
 
 
 def run_at_random(
-    executor: ModelExecutor, cases: list[Case], num_blocks: int, max_num_seqs: int, budget: int, seed: int
+    executor: ModelExecutor,
+    cases: list[Case],
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    seed: int,
+    **modes: Any,
 ) -> EngineCore:
     """Let the cases arrive at random steps and hold each answer against its oracle. -> the core, for its counters"""
     source = random.Random(seed)
     executor.num_blocks = num_blocks
-    core = EngineCore(
-        executor, EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    )
+    options = {"block_size": BLOCK_SIZE, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, **modes}
+    core = EngineCore(executor, EngineConfig.from_mapping(options))
     arrivals = sorted((source.randint(0, 40), i) for i in range(len(cases)))
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     step = 0
@@ -165,6 +170,50 @@ def test_every_architecture_answers_as_generate_does_alone(
 ) -> None:
     core = run_at_random(tiny_executor, tiny_cases, num_blocks, max_num_seqs, budget, seed=2)
     assert (core.num_preemptions > 0) == (num_blocks < AMPLE)
+
+
+# Pairwise: any two choices of any two modes meet in one of these rows.
+MODES = [
+    ("continuous", "fcfs", "decode_first", True, "max_utilization", "on_demand", True),
+    ("continuous", "priority", "prefill_first", False, "guaranteed_no_evict", "max_length", False),
+    ("static", "fcfs", "prefill_first", False, "max_utilization", "on_demand", False),
+    ("static", "priority", "decode_first", True, "guaranteed_no_evict", "max_length", True),
+    ("continuous", "longest_prefix_match", "decode_first", False, "guaranteed_no_evict", "on_demand", True),
+    ("static", "longest_prefix_match", "prefill_first", True, "max_utilization", "max_length", False),
+    ("continuous", "shortest_job_first", "prefill_first", True, "guaranteed_no_evict", "on_demand", False),
+    ("static", "shortest_job_first", "decode_first", False, "max_utilization", "max_length", True),
+    ("continuous", "fcfs", "decode_first", True, "guaranteed_no_evict", "max_length", False),
+    ("continuous", "priority", "prefill_first", True, "max_utilization", "on_demand", True),
+]
+
+
+@pytest.fixture(scope="module")
+def llama_and_cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelExecutor, list[Case]]:
+    """A third of the prompts begin like one another, so that there is something to find in the prefix cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    AutoModelForCausalLM.from_config(tiny("Llama")).save_pretrained(folder)
+    model = load_folder(folder)
+    cases = make_cases(model, 20, 5, 200, most_tokens=48, vocab_size=320)
+    longest = max(cases, key=lambda case: len(case.prompt)).prompt
+    for cut in (16, 40, 100, 144, 199):
+        prompt = [*longest[:cut], 7, 8, 9]
+        cases.append(Case(prompt, generate_alone(model, prompt, 30)))
+    config = EngineConfig(model=str(folder), dtype="float32", num_gpu_blocks_override=AMPLE)
+    return ModelExecutor(config, resolve(config.model)), cases
+
+
+@pytest.mark.parametrize("num_blocks", [AMPLE, 24])
+@pytest.mark.parametrize("modes", MODES, ids=lambda modes: "-".join(str(mode) for mode in modes))
+def test_answers_are_exact_in_every_mode(
+    llama_and_cases: tuple[ModelExecutor, list[Case]], modes: tuple[str | bool, ...], num_blocks: int
+) -> None:
+    names = ("batching", "scheduling_policy", "prefill_priority", "enable_chunked_prefill", "capacity")
+    chosen = dict(zip((*names, "kv_reservation", "enable_prefix_caching"), modes, strict=True))
+    run_at_random(*llama_and_cases, num_blocks, max_num_seqs=6, budget=48, seed=3, **chosen)
 
 
 @pytest.fixture

@@ -31,6 +31,17 @@ _COUNTS = (
 )
 
 
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attention_backend": ("auto", "triton", "cpu", "torch"),
+    "batching": ("continuous", "static"),
+    "scheduling_policy": ("fcfs", "priority", "longest_prefix_match", "shortest_job_first"),
+    "prefill_priority": ("decode_first", "prefill_first"),
+    "capacity": ("max_utilization", "guaranteed_no_evict"),
+    "kv_reservation": ("on_demand", "max_length"),
+}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Validated on construction; a bad value raises ConfigError naming the key, the value and what is allowed.
@@ -45,6 +56,13 @@ class EngineConfig:
     max_num_seqs               most requests in the running batch
     max_num_batched_tokens     token budget of one step: decodes first, then prefill chunks; None: 256 on a CPU, 2048 on
                                a GPU, or max_num_seqs if that is more
+    batching                   continuous, or static: a batch is formed when nothing runs, and none joins it
+    scheduling_policy          who is admitted first: fcfs, priority, longest_prefix_match or shortest_job_first
+    prefill_priority           decode_first (no answer stalls) or prefill_first (prompts before answers)
+    enable_chunked_prefill     cut prompts to what is left of a step's budget; false: whole or not at all
+    capacity                   max_utilization (admit while there are pages, preempt when there are none) or
+                               guaranteed_no_evict (admit only what can run to its end)
+    kv_reservation             on_demand, or max_length: pages for the longest answer when a request comes in
     max_num_waiting            most requests in the waiting queue; one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
     enable_prefix_caching      keep the keys and values of prompts that have ended, for others that begin alike
@@ -74,6 +92,12 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    batching: str = "continuous"
+    scheduling_policy: str = "fcfs"
+    prefill_priority: str = "decode_first"
+    enable_chunked_prefill: bool = True
+    capacity: str = "max_utilization"
+    kv_reservation: str = "on_demand"
     max_num_waiting: int = 1024
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -107,8 +131,8 @@ class EngineConfig:
         hints = typing.get_type_hints(type(self))
         for name, hint in hints.items():
             object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "triton", "cpu", "torch"))
+        for name, allowed in CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
         if self.device not in ("auto", "cpu", "cuda") and not (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):

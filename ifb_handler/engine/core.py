@@ -18,6 +18,14 @@ from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.logprobs import read_prompts, token_logprobs
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord, TokenLogprobs
+from ifb_handler.engine.policies import (
+    BATCHING,
+    CAPACITY,
+    KV_RESERVATION,
+    PREFILL_PRIORITY,
+    SCHEDULING_POLICY,
+    Policies,
+)
 from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
@@ -43,7 +51,7 @@ class EngineCore:
         self.executor = executor
         self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
         self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config))
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -113,7 +121,8 @@ class EngineCore:
             sampled = time.perf_counter()
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
-            outputs = [self._fail(r, f"the step failed: {error}") for r in schedule.num_tokens]
+            alive = [r for r in schedule.num_tokens if r.state is not RequestState.FINISHED]
+            outputs = [self._fail(r, f"the step failed: {error}") for r in alive]
             self.executor.take_seconds()
         else:
             outputs = self._commit(schedule, batch, tokens)
@@ -165,6 +174,8 @@ class EngineCore:
         rows = batch.sample_rows.tolist()
         unusable = {row for row, (token_id, _) in zip(rows, tokens, strict=True) if token_id == INVALID_TOKEN}
         for row, (request, count) in enumerate(schedule.num_tokens.items()):
+            if request.state is RequestState.FINISHED:  # padding of a static batch
+                continue
             request.num_computed += count
             if self.cache is not None and row not in unusable:
                 self.cache.computed(request)
@@ -236,3 +247,14 @@ class EngineCore:
         alive = [*self.scheduler.running, *self.scheduler.waiting]
         if {r.request_id for r in alive} != set(self.requests) or len(alive) != len(self.requests):
             raise RuntimeError("engine: a live request is neither running nor waiting, or both")
+
+
+def _policies(config: EngineConfig) -> Policies:
+    return Policies(
+        batching=BATCHING[config.batching](),
+        ordering=SCHEDULING_POLICY[config.scheduling_policy](),
+        prefill_priority=PREFILL_PRIORITY[config.prefill_priority](),
+        capacity=CAPACITY[config.capacity](),
+        kv_reservation=KV_RESERVATION[config.kv_reservation](),
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )

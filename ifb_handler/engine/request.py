@@ -16,11 +16,18 @@ from ifb_handler.engine.stopping import OutputAssembler
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and how to continue it. `request_id` must not be that of another live request."""
+    """One prompt and how to continue it.
+
+    request_id    not that of another live request
+    priority      with `scheduling_policy: priority` the lower value goes first
+    cache_salt    only requests with the same salt share pages of the prefix cache
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class RequestState(Enum):
@@ -44,6 +51,8 @@ class Request:
     """The engine's own record of a live request; only the engine thread touches it.
 
     tokens          prompt and generated ids together: after a preemption all of them are prefilled again
+    arrival         its number in the order of arrival
+    num_preemptions, num_passed_over    how often it lost its pages; how often a later arrival was admitted before it
     num_computed    how many of `tokens` have their keys and values in the pool
     slot            the row of the pool's block tables while it runs, else None
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
@@ -59,6 +68,9 @@ class Request:
         self.request_id = request.request_id
         self.params = request.params
         self.arrival = arrival
+        self.priority = request.priority
+        self.num_preemptions = 0
+        self.num_passed_over = 0
         self.seed = seed
         self.text = text
         self.tokens = array("q", request.prompt_token_ids)
@@ -68,7 +80,7 @@ class Request:
         )
         self.num_computed = 0
         self.slot: int | None = None
-        self.cache_namespace: Hashable = None
+        self.cache_namespace: Hashable = request.cache_salt
         self.num_cached_tokens = 0
         self.cache_node: Any = None
         self.cache_depth = 0
@@ -78,6 +90,11 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<{self.request_id} {self.state.value} {self.num_computed}/{len(self.tokens)} slot {self.slot}>"
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and longest answer together."""
+        return self.num_prompt_tokens + self.text.max_tokens
 
     @property
     def num_generated(self) -> int:

@@ -1,7 +1,8 @@
 """Iteration-level scheduling: before every step decide anew which sequences run, and how many tokens of each.
 
 Orca (Yu et al., OSDI 2022) for scheduling by iteration; Sarathi-Serve (Agrawal et al., OSDI 2024) for one token budget
-spent on decodes first, then on running prefills, then on new requests, so that no prompt ever stalls a running answer.
+a step, which a long prompt shares in chunks with everything else that runs. Where systems differ there is a policy
+(`policies/`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ import bisect
 from dataclasses import dataclass, field
 
 from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.policies import Policies
 from ifb_handler.engine.prefix_cache import NOTHING, Prefix, PrefixCache
 from ifb_handler.engine.request import Request, RequestState
+
+# A request that has been preempted this often is not preempted again while there is another, and comes back only when
+# there are pages for its longest answer.
+_MOST_PREEMPTIONS = 2
 
 
 @dataclass
 class Schedule:
-    """One step: tokens to compute by request, decodes first; who came in from the queue; who was sent back to it.
+    """One step.
 
-    `copies` are pages to copy before all else, (from, to): copy-on-write of a page whose beginning is known.
-    `seconds` is what it took to decide.
+    budget        tokens that may still be added to it
+    num_tokens    tokens to compute, by request
+    admitted      who came in from the queue
+    preempted     who was sent back to it
+    copies        pages to copy before all else, (from, to): copy-on-write of a page whose beginning is known
+    seconds       what it took to decide
     """
 
+    budget: int
     num_tokens: dict[Request, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
@@ -30,40 +41,60 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served.
-
-    `waiting` is in the order of arrival. A request may pass an earlier one for one reason only: the earlier one waits
-    for a prefix that a running request is just computing (see `prefix_cache.py`), and will then have less to do itself.
-    """
+    """`waiting` is in the order of arrival. `ended` are rows that a static batch carries on as padding."""
 
     def __init__(
-        self, pool: KVPool, max_num_seqs: int, max_num_batched_tokens: int, cache: PrefixCache | None = None
+        self,
+        pool: KVPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
+        self.policies = policies or Policies()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.ended: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def schedule(self) -> Schedule:
-        """Fill one step. It is empty only if nothing waits and nothing runs.
+        """Fill one step. It is empty only if nothing waits and nothing runs."""
+        step = Schedule(self.max_num_batched_tokens)
+        self.policies.prefill_priority.fill(self, step)
+        step.num_tokens |= dict.fromkeys(self.ended, 1)
+        return step
 
-        There are never more decodes than the budget holds: each took at least one token of it to finish its prefill.
-        """
-        step = Schedule()
-        budget = self.max_num_batched_tokens
+    def decode(self, step: Schedule) -> None:
+        """A token for every running answer, as far as the budget goes."""
         for request in [r for r in self.running if r.state is RequestState.DECODE]:
+            if not step.budget:
+                break
             if request.state is RequestState.DECODE and self._make_room(request, step):
                 step.num_tokens[request] = 1
-                budget -= 1
+                step.budget -= 1
+
+    def prefill(self, step: Schedule) -> None:
+        """Chunks of the prompts that are being prefilled already."""
         for request in [r for r in self.running if r.state is RequestState.PREFILL]:
-            budget -= self._take_chunk(request, budget, step)
-        for request in list(self.waiting):
-            if not budget or len(self.running) == self.max_num_seqs:
+            self._take_chunk(request, step)
+
+    def admit(self, step: Schedule) -> None:
+        """New requests, as far as budget, places and pages go.
+
+        A request may pass an earlier one that waits for a prefix which a running request is just computing (see
+        `prefix_cache.py`): it will then have less to do itself. Otherwise none passes the one whose turn it is.
+        """
+        if not self.waiting or not self.policies.batching.may_admit(len(self.running)):
+            return
+        for request in list(self.policies.ordering.in_order(self.waiting, self.cache)):
+            # All of a static batch comes in at once, whatever the budget.
+            if len(self.running) == self.max_num_seqs or not (step.budget or self.policies.batching.keeps_ended):
                 break
             known = self.cache.match(request) if self.cache is not None else NOTHING
             if known is None:
@@ -71,50 +102,58 @@ class Scheduler:
             if not self._admit(request, known, step):
                 break
             step.admitted.append(request)
-            budget -= self._take_chunk(request, budget, step)
-        return step
+            self._take_chunk(request, step)
 
-    def _take_chunk(self, request: Request, budget: int, step: Schedule) -> int:
-        chunk = min(request.num_pending, budget)
+    def _take_chunk(self, request: Request, step: Schedule) -> None:
+        chunk = min(request.num_pending, step.budget)
+        if not self.policies.enable_chunked_prefill and chunk < request.num_pending:
+            # Whole or not at all; but one that is longer than any budget must run some day, alone of its kind.
+            prefills = any(r.state is RequestState.PREFILL for r in step.num_tokens)
+            chunk = 0 if prefills or not step.budget else request.num_pending
         if chunk:
             step.num_tokens[request] = chunk
-        return chunk
+            step.budget = max(0, step.budget - chunk)
 
     def _make_room(self, request: Request, step: Schedule) -> bool:
-        """A page for the next token of `request`, if need be from the latest arrival, which may be `request` itself."""
+        """A page for the next token of `request`, if need be from another, or from itself: then it is not True."""
         while not self.pool.extend(request.slot, request.num_computed + 1):
-            victim = max(self.running, key=lambda r: r.arrival)
-            self._preempt(victim)
-            step.preempted.append(victim)
+            spared = [r for r in self.running if r.num_preemptions < _MOST_PREEMPTIONS]
+            victim = self.policies.ordering.victim(spared or self.running)
+            self._preempt(victim, step)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, step: Schedule) -> None:
         """By recompute: its pages go, its tokens stay, and it waits to be prefilled again."""
+        step.budget += step.num_tokens.pop(victim, 0)
+        step.preempted.append(victim)
         self._release(victim)
         victim.num_computed = 0
+        victim.num_preemptions += 1
         victim.move(RequestState.PREEMPTED)
         victim.move(RequestState.WAITING)
         bisect.insort(self.waiting, victim, key=lambda r: r.arrival)
 
     def _admit(self, request: Request, known: Prefix, step: Schedule) -> bool:
-        """Start a request if pages for all its tokens are available: a prefill never runs out of pages midway.
-
-        A page for each running sequence is left free: without it a full pool would admit a request only to preempt it
-        a few steps later. With nothing running any request fits (the engine refuses those that never could).
-        """
-        pages = known.pages
-        missing = self.pool.pages_for(len(request.tokens) + 1) - len(pages)
-        if self.running and missing > self.pool.num_available_beside(pages) - len(self.running):
+        """Start a request if pages for all its tokens are available: a prefill never runs out of pages midway."""
+        num_tokens = self.policies.kv_reservation.num_tokens(request)
+        if request.num_preemptions >= _MOST_PREEMPTIONS:
+            num_tokens = request.max_len
+        missing = self.pool.pages_for(max(num_tokens, len(request.tokens) + 1)) - len(known.nodes)
+        available = self.pool.num_available_beside(known.pages)
+        fits = self.policies.capacity.fits(request, missing, available, self.running, self.pool)
+        if self.running and not (fits and missing <= available):
             return False
         self.waiting.remove(request)
+        for other in self.waiting:
+            other.num_passed_over += other.arrival < request.arrival
         request.slot = self.pool.open()
-        self.pool.adopt(request.slot, pages)
-        self.pool.extend(request.slot, len(request.tokens))
-        request.num_computed = len(pages) * self.pool.block_size
+        self.pool.adopt(request.slot, known.pages)
+        self.pool.extend(request.slot, num_tokens)
+        request.num_computed = len(known.nodes) * self.pool.block_size
         if known.tail is not None and known.tail.page is not None:  # it may just have been reclaimed
-            step.copies.append((known.tail.page, int(self.pool.tables[request.slot, len(pages)])))
+            step.copies.append((known.tail.page, int(self.pool.tables[request.slot, len(known.nodes)])))
             request.num_computed += known.num_tail
         if self.cache is not None:
             self.cache.start(request, known, request.num_computed)
@@ -124,18 +163,30 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
         pages = self.pool.close(request.slot)
         request.slot = None
         if self.cache is not None:
             self.cache.stop(request, pages.tolist())
 
     def remove(self, request: Request) -> None:
-        """Evict a request that has ended, wherever it is; its pages are free at once."""
+        """Evict a request that has ended, wherever it is; its pages are free at once, unless the batch is static."""
         if request.slot is None:
             self.waiting.remove(request)
+        elif self.policies.batching.keeps_ended and request.state is RequestState.DECODE:
+            self.running.remove(request)
+            self.ended.append(request)
+            request.num_computed = (
+                len(request.tokens) - 2
+            )  # computes the last token but one again, which changes nothing
         else:
             self._release(request)
         request.move(RequestState.FINISHED)
+        if not self.running:
+            while self.ended:
+                self._close(self.ended.pop())
 
     def check(self) -> None:
         """The pool's and the cache's books, and that they agree with the requests'; else RuntimeError."""
@@ -150,6 +201,6 @@ class Scheduler:
                 raise RuntimeError(f"scheduler: {request!r} runs without the pages it needs")
         if any(r.slot is not None or r.num_computed for r in self.waiting):
             raise RuntimeError("scheduler: a waiting request holds a slot")
-        held = sum(int(self.pool.num_pages[r.slot]) for r in self.running)
+        held = sum(int(self.pool.num_pages[r.slot]) for r in (*self.running, *self.ended))
         if held != int(self.pool.num_pages.sum()):
             raise RuntimeError("scheduler: pages are held by no running request")

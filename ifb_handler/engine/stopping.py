@@ -106,7 +106,7 @@ class OutputAssembler:
                 "stop: stop strings need a tokenizer and this model has none; use stop_token_ids", "stop"
             )
         self.num_generated = 0
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._min_tokens = params.min_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
@@ -125,6 +125,6 @@ class OutputAssembler:
         text, stop = self._strings.push(text, may_stop=self.num_generated > self._min_tokens)
         if stop is not None:
             return Delta(text, FinishReason.STOP, stop)
-        if self.num_generated >= self._max_tokens:
+        if self.num_generated >= self.max_tokens:
             return Delta(text + self._strings.flush(), FinishReason.LENGTH)
         return Delta(text)
