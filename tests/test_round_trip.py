@@ -242,7 +242,7 @@ def test_an_answer_that_cannot_be_rendered_is_a_500_and_the_others_go_on(
     other = frontend.send("v1/completions", {**FOREVER, "max_tokens": 60, "stream": True})
     frontend.round_trip()
     monkeypatch.setattr(PlainAnswer, "_body", lambda *a: 1 / 0)
-    monkeypatch.setattr(PlainAnswer, "_news", lambda *a: 1 / 0)
+    monkeypatch.setattr(PlainAnswer, "_events", lambda *a: 1 / 0)
     client = frontend.send("", plain("the fox", stream=stream))
     frontend.finish(client)
     assert (client.status, client.chunked) == (500, False)

@@ -185,13 +185,9 @@ class Answer(ABC):
         """The event after the last token when usage was asked for, where the form has one."""
         return []
 
-    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """The events for what is new of a choice."""
-        return self._news(choice, _together(outputs))
-
     @abstractmethod
-    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
-        """As `_events`, all that is new being one output; empty when it says nothing that a client would see."""
+    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """The events for what is new of a choice; none when it says nothing that a client would see."""
 
     @abstractmethod
     def _body(self) -> dict[str, Any]: ...
@@ -202,7 +198,7 @@ def owner(engine_id: str) -> str:
     return engine_id.partition(_PART)[0]
 
 
-def _together(outputs: Sequence[RequestOutput]) -> RequestOutput:
+def together(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """Outputs of one choice, as one."""
     logprobs = [entry for output in outputs for entry in output.logprobs or ()]
     return dataclasses.replace(

@@ -63,7 +63,7 @@ class _KServeAnswer(Answer):
     def error_body(cls, error: APIError) -> dict[str, Any]:
         return {"error": error.message} | ({} if error.retry_after is None else {"retry_after": error.retry_after})
 
-    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
+    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Never asked for: `Asked.stream` is False."""
         raise NotImplementedError
 

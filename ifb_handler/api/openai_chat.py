@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ifb_handler.api import structured_output, tools
-from ifb_handler.api.answer import Answer, Asked, Choice, Part
+from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.chat_messages import ChatPrompt, read_messages
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params, section
@@ -126,7 +126,8 @@ class ChatAnswer(Answer):
     def _opening(self, choice: Choice) -> list[dict[str, Any]]:
         return [self._chunk(choice, {"role": "assistant", "content": ""}, None, None)]
 
-    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
+    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        news = together(outputs)
         delta: dict[str, Any] = {}
         text, reader = news.text, self._readers[choice.index]
         if reader is not None:

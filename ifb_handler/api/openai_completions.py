@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ifb_handler.api import structured_output
-from ifb_handler.api.answer import Answer, Asked, Choice, Part
+from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params
 from ifb_handler.api.limits import check_sampling, timeout
@@ -102,7 +102,8 @@ class CompletionAnswer(Answer):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage | {"prompt_tokens_details": {"cached_tokens": self.num_cached_tokens}}
 
-    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
+    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        news = together(outputs)
         if not (news.text or news.logprobs or news.finished or (self.asked.echo and not choice.opened)):
             return []
         told = self._choice(choice, news.text, news.token_ids, news.logprobs, first=not choice.opened)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ifb_handler.api import structured_output
-from ifb_handler.api.answer import Answer, Asked, Choice, Part
+from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params
 from ifb_handler.api.limits import check_sampling, timeout
@@ -51,7 +52,8 @@ def one_answer(fields: Fields, model: ServedModel) -> SamplingParams:
 class PlainAnswer(Answer):
     """`{"text", "token_ids", "finish_reason", "usage"}`; streamed: text and token ids that are new, then the rest."""
 
-    def _news(self, choice: Choice, news: RequestOutput) -> list[dict[str, Any]]:
+    def _events(self, choice: Choice, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        news = together(outputs)
         if news.finished:
             return [self._told(choice, news.text, news.token_ids, news.logprobs)]
         if not (news.text or news.token_ids):

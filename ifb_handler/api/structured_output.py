@@ -23,6 +23,12 @@ _GUIDED = {
 _SECTION = "structured_outputs"
 
 
+def _held_to(kind: str, value: Any, where: str) -> StructuredOutput:
+    if StructuredOutput is None:
+        raise bad_field(where, "an answer of a certain form is not supported yet")
+    return StructuredOutput(kind, value)
+
+
 def read(fields: Fields) -> StructuredOutput | None:
     """Raises a 400 APIError for a form that cannot be, or for two of them."""
     found = [given for given in (_response_format(fields), *_guided(fields)) if given is not None]
@@ -32,8 +38,8 @@ def read(fields: Fields) -> StructuredOutput | None:
     return found[0][1] if found else None
 
 
-def of_schema(schema: dict[str, Any]) -> StructuredOutput:
-    return StructuredOutput("json_schema", schema)
+def of_schema(schema: dict[str, Any], where: str) -> StructuredOutput:
+    return _held_to("json_schema", schema, where)
 
 
 def grammar(fields: Fields, name: str, where: str) -> StructuredOutput | None:
@@ -43,11 +49,11 @@ def grammar(fields: Fields, name: str, where: str) -> StructuredOutput | None:
         return None
     kind, value = form.get("type"), form.get("value")
     if kind == "regex":
-        return StructuredOutput("regex", _text(form, "value", f"{where}.value"))
+        return _held_to("regex", _text(form, "value", f"{where}.value"), where)
     if kind == "json_schema" and isinstance(value, dict) and "schema" in value:
         value = value["schema"]
     if kind in ("json", "json_object", "json_schema"):
-        return StructuredOutput("json_schema", _schema(value, f"{where}.value"))
+        return _held_to("json_schema", _schema(value, f"{where}.value"), where)
     raise bad_field(f"{where}.type", f"{shown(kind)} is not json, json_schema or regex")
 
 
@@ -61,11 +67,11 @@ def _response_format(fields: Fields) -> tuple[str, StructuredOutput] | None:
         found = grammar(fields, name, name)
         return None if found is None else (name, found)
     if kind == "json_object":
-        return name, StructuredOutput("json_object", None)
+        return name, _held_to("json_object", None, name)
     if kind == "json_schema":
         where = f"{name}.json_schema"
         inner = section(form, "json_schema", where)
-        return name, StructuredOutput("json_schema", _schema(inner.get("schema"), f"{where}.schema"))
+        return name, _held_to("json_schema", _schema(inner.get("schema"), f"{where}.schema"), where)
     raise bad_field(f"{name}.type", f"{shown(kind)} is not text, json_object or json_schema")
 
 
@@ -75,9 +81,10 @@ def _guided(fields: Fields) -> list[tuple[str, StructuredOutput]]:
     for name, kind in _GUIDED.items():
         for where, value in ((name, fields.get(name)), (f"{_SECTION}.{name[7:]}", inner.get(name[7:]))):
             if value is not None:
-                found.append((where, StructuredOutput(kind, _value(kind, value, where))))
+                found.append((where, _held_to(kind, _value(kind, value, where), where)))
     if inner.get("json_object"):
-        found.append((f"{_SECTION}.json_object", StructuredOutput("json_object", None)))
+        where = f"{_SECTION}.json_object"
+        found.append((where, _held_to("json_object", None, where)))
     return found
 
 

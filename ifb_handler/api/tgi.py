@@ -63,8 +63,7 @@ def read(fields: Fields, model: ServedModel) -> TGIAsked:
         raise bad_field(f"{_SECTION}.best_of", f"{best_of} is not given with a stream")
     top = integer(given, "top_n_tokens", 0, f"{_SECTION}.top_n_tokens") or 0
     details = _flag(given, "details")
-    params = _params(given, best_of, top if details or stream else None, 0 if prefill else None)
-    check_sampling(params, model.config)
+    params = _params(given, model, best_of, top if details or stream else None, 0 if prefill else None)
     return TGIAsked(
         parts=[Part(_truncated(TextPrompt(prompt, "inputs"), _integer(given, "truncate")), params)],
         stream=stream,
@@ -103,7 +102,9 @@ def info(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _params(given: Fields, best_of: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+def _params(
+    given: Fields, model: ServedModel, best_of: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
     _refuse_unserved(given)
     fields = {name: given.get(name) for name in ("top_k", "top_p", "repetition_penalty", "frequency_penalty", "seed")}
     fields |= {"stop": given.get("stop"), "temperature": given.get("temperature"), "include_stop_str_in_output": True}
@@ -116,7 +117,7 @@ def _params(given: Fields, best_of: int, logprobs: int | None, prompt_logprobs: 
     elif fields["seed"] is None and best_of == 1:
         fields["seed"] = random.getrandbits(MAX_SEED.bit_length())  # told, so that the answer can be had again
     try:
-        return sampling_params(
+        params = sampling_params(
             fields,
             DEFAULT_NEW_TOKENS,
             n=best_of,
@@ -126,8 +127,10 @@ def _params(given: Fields, best_of: int, logprobs: int | None, prompt_logprobs: 
             prompt_logprobs=prompt_logprobs,
             structured=structured_output.grammar(given, "grammar", f"{_SECTION}.grammar"),
         )
+        check_sampling(params, model.config)
     except (APIError, ValueError) as error:
         raise _renamed(APIError.of(error)) from None
+    return params
 
 
 def _renamed(error: APIError) -> APIError:

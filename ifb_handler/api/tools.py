@@ -52,11 +52,11 @@ class Tools:
         """What the answer is held to when a call must be made (a StructuredOutput); None: nothing."""
         if self.named:
             chosen = next(tool for tool in self.definitions if tool["function"]["name"] == self.choice)
-            return structured_output.of_schema(_parameters(chosen))
+            return structured_output.of_schema(_parameters(chosen), "tool_choice")
         if self.choice == _REQUIRED:
             calls: dict[str, Any] = {"type": "array", "items": {"anyOf": list(map(_call, self.definitions))}}
             calls |= {"minItems": 1} if self.parallel else {"minItems": 1, "maxItems": 1}
-            return structured_output.of_schema(calls)
+            return structured_output.of_schema(calls, "tool_choice")
         return None
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
