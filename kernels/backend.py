@@ -25,11 +25,17 @@ class AttentionBackend(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> list[LayerKV]:
-        """Make the pool's memory in its own layout, 2 * block_size * num_kv_heads * head_dim values a page."""
+        """Make the pool's memory in its own layout, 2 * block_size * num_kv_heads * head_dim values a page.
+
+        `dtype` float32, bfloat16, float16, or the quantized int8 and float8_e4m3fn (see `kv_quantization.py`).
+        """
 
     @abstractmethod
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
-        """Store `keys` and `values`, [T, num_kv_heads, head_dim] each (rows may be strided), at `slot_mapping`."""
+        """Store `keys` and `values`, [T, num_kv_heads, head_dim] each (rows may be strided), at `slot_mapping`.
+
+        Quantized pages get each token's codes and scales here; nothing that is written later changes them.
+        """
 
     @abstractmethod
     def attend(
@@ -43,7 +49,8 @@ class AttentionBackend(ABC):
         """Causal attention of `queries` [T, num_heads, head_dim] over each row's own pages -> [T, num_heads, head_dim].
 
         A query at position p sees keys at positions max(0, p - sliding_window + 1) .. p. Scores, softmax and the
-        weighted sum are computed in float32 whatever the pages' dtype.
+        weighted sum are computed in float32 whatever the pages' dtype. A query sees its own chunk's keys, and its own,
+        as the pages hold them (quantized, if they are), so that how a prompt was cut does not show.
         """
 
 

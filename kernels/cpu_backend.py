@@ -1,7 +1,8 @@
 """Paged attention on CPU by the native library (`native_attention.cpp`), reading pages where they lie.
 
 Pages are keys [num_blocks, num_kv_heads, head_dim, block_size] and values [num_blocks, num_kv_heads, block_size,
-head_dim]. A row's result is the same bits whoever its neighbours are and however its prompt was cut into chunks.
+head_dim]; scales of quantized pages are [num_blocks, num_kv_heads, block_size]. A row's result is the same bits whoever
+its neighbours are and however its prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import ctypes
 import torch
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together, lazy_zeros
-from ifb_kernels.native import DATA_TYPES
+from ifb_kernels.kv_quantization import QUANTIZED, stored_dtype
+from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together, zero_pages
+from ifb_kernels.native import DATA_TYPES, PAGE_TYPES
 
 
 class CpuBackend(AttentionBackend):
@@ -35,13 +37,12 @@ class CpuBackend(AttentionBackend):
     ) -> list[LayerKV]:
         if device.type != "cpu":
             raise ValueError(f"device: the cpu attention backend keeps its pages in main memory, not on {device}")
-        if dtype not in DATA_TYPES:
-            raise ValueError(f"dtype: {dtype} pages are not supported on CPU, only {', '.join(map(str, DATA_TYPES))}")
-        keys, values = (
-            (num_blocks, num_kv_heads, head_dim, block_size),
-            (num_blocks, num_kv_heads, block_size, head_dim),
-        )
-        return [LayerKV(lazy_zeros(keys, dtype), lazy_zeros(values, dtype)) for _ in range(num_layers)]
+        if stored_dtype(dtype) not in PAGE_TYPES:
+            allowed = ", ".join(map(str, (*DATA_TYPES, *QUANTIZED)))
+            raise ValueError(f"dtype: {dtype} pages are not supported on CPU, only {allowed}")
+        keys = (num_blocks, num_kv_heads, head_dim, block_size)
+        values = (num_blocks, num_kv_heads, block_size, head_dim)
+        return zero_pages(num_layers, keys, values, values[:3], dtype, device)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
         num_tokens, num_kv_heads, head_dim = keys.shape
@@ -53,13 +54,15 @@ class CpuBackend(AttentionBackend):
             values.stride(0),
             pages.keys.data_ptr(),
             pages.values.data_ptr(),
+            _address(pages.key_scales),
+            _address(pages.value_scales),
             layout.slot_mapping.data_ptr(),
             num_tokens,
             num_kv_heads,
             head_dim,
             pages.keys.shape[3],
             DATA_TYPES[keys.dtype],
-            DATA_TYPES[pages.keys.dtype],
+            PAGE_TYPES[pages.keys.dtype],
             torch.get_num_threads(),
         )
 
@@ -79,6 +82,8 @@ class CpuBackend(AttentionBackend):
             queries.stride(0),
             pages.keys.data_ptr(),
             pages.values.data_ptr(),
+            _address(pages.key_scales),
+            _address(pages.value_scales),
             layout.query_starts.data_ptr(),
             layout.context_lens.data_ptr(),
             layout.block_tables.data_ptr(),
@@ -91,7 +96,11 @@ class CpuBackend(AttentionBackend):
             sliding_window or 0,
             scale,
             DATA_TYPES[queries.dtype],
-            DATA_TYPES[pages.keys.dtype],
+            PAGE_TYPES[pages.keys.dtype],
             torch.get_num_threads(),
         )
         return output
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from ifb_kernels.kv_quantization import SCALE_DTYPE, is_quantized, stored_dtype
 
 _ALIGNMENT_BYTES = 4096
 
@@ -38,14 +39,47 @@ class RaggedLayout:
     max_context_len: int
 
 
-class LayerKV(NamedTuple):
-    """The pages of one layer. The first axis of both is the physical page, so a page can be copied as it is.
+@dataclass(frozen=True)
+class LayerKV:
+    """The pages of one layer. The first axis of every tensor is the physical page, so a page can be copied as it is.
+
+    keys, values               floats, or int8 or uint8 codes (see `kv_quantization.py`)
+    key_scales, value_scales   bfloat16, one a token and head; None where keys and values are floats
 
     The order of the other axes is the attention backend's own business (see `backend.py`).
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that a page is made of, for whoever moves pages about."""
+        all_four = (self.keys, self.values, self.key_scales, self.value_scales)
+        return tuple(tensor for tensor in all_four if tensor is not None)
+
+
+def zero_pages(
+    num_layers: int,
+    key_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[LayerKV]:
+    """Pages of `num_layers` layers, all zeros; quantized ones (int8, float8_e4m3fn) with their scales."""
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer() -> LayerKV:
+        keys, values = zeros(key_shape, stored_dtype(dtype)), zeros(value_shape, stored_dtype(dtype))
+        if not is_quantized(dtype):
+            return LayerKV(keys, values)
+        return LayerKV(keys, values, zeros(scale_shape, SCALE_DTYPE), zeros(scale_shape, SCALE_DTYPE))
+
+    return [layer() for _ in range(num_layers)]
 
 
 def heads_together(tokens: torch.Tensor) -> torch.Tensor:

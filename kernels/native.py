@@ -36,15 +36,16 @@ _BUILD_TIMEOUT_SECONDS = 300
 
 # DataType in native_vector.h.
 DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PAGE_TYPES = {**DATA_TYPES, torch.int8: 3, torch.uint8: 4}  # the last are the codes of kv_quantization.py
 
 _POINTER, _INT64, _INT, _FLOAT = c_void_p, c_int64, c_int, c_float
 _SIGNATURES = {
     "ifb_paged_attention": (
-        *(_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT64),
+        *(_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT64),
         *(_INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _INT, _INT, _INT),
     ),
     "ifb_kv_cache_write": (
-        *(_POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
+        *(_POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(_INT, _INT, _INT, _INT, _INT, _INT, _INT),
     ),
     "ifb_rms_norm": (*(_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT, _INT),),

@@ -2,8 +2,11 @@
 //
 // Pages lie as keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]:
 // with keys transposed inside a page, 16 tokens' scores are one multiply-add a channel and need no horizontal sum.
-// They are read where they lie. Only where that does not serve - odd sizes, or half precision with many query rows, which
-// would convert the same values again and again - is a span widened into a buffer first.
+// They are read where they lie. Only where that does not serve - odd sizes, or narrower than float32 with many query rows,
+// which would convert the same values again and again - is a span widened into a buffer first.
+//
+// Quantized pages hold codes; a token and head has one scale for its key and one for its value. They never multiply a
+// channel: a score is (query . codes) * key scale, and a weight is multiplied by its value's scale before the sum.
 //
 // The query heads of one KV head are rows of the same products, so keys and values are read once for all of them.
 // The context is cut into *spans* of 256 keys at fixed positions. For each span a query row gets (maximum, sum of
@@ -21,7 +24,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int kBlockRows = 96;  // query rows of a unit, at most: the more, the fewer times keys are read from memory
-constexpr int kFewRows = 12;    // up to so many, halves are converted as they are read
+constexpr int kFewRows = 12;    // up to so many, narrow values are widened as they are read
 
 struct Problem {
   void* output;          // [T, num_heads, head_dim], contiguous
@@ -29,6 +32,8 @@ struct Problem {
   int64_t query_stride;
   const void* keys;
   const void* values;
+  const Bfloat16* key_scales;    // [num_blocks, kv_heads, block_size]; null unless the pages hold codes
+  const Bfloat16* value_scales;
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
@@ -88,6 +93,7 @@ struct Workspace {
   std::vector<float> partial;   // [kMaxRows][padded_dim]
   std::vector<float> keys, values;  // widened copies of a span, where pages cannot be read in place
   std::vector<Softmax> states;
+  float key_scales[kSpan + kTile], value_scales[kSpan + kTile];  // of the span's keys in order, if they have scales
   float scores[kMaxRows * kScoreStride];
 
   static void grow(std::vector<float>& v, size_t n) {
@@ -147,11 +153,25 @@ void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_k
   }
 }
 
+// The scales of keys `first` .. `end` - 1 in order. What follows them stays as it was, and is not used.
+void load_scales(const Problem& p, const int32_t* table, int kv_head, int first, int end, const Bfloat16* scales,
+                 float* target) {
+  for (int key = first; key < end;) {
+    const int offset = key % p.block_size, run = std::min(p.block_size - offset, end - key);
+    const Bfloat16* source = scales + (int64_t(table[key / p.block_size]) * p.num_kv_heads + kv_head) * p.block_size + offset;
+    int i = 0;
+    for (; i + kLanes <= run; i += kLanes) store(target + i, load(source + i));
+    for (; i < run; ++i) target[i] = load_one(source + i);
+    key += run;
+    target += run;
+  }
+}
+
 // Finds (or widens) the tiles of keys `first` .. `end` - 1, which lie in one span; `first` begins a tile.
 void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace& work, SpanView& view) {
   const int32_t* table = p.block_tables + unit.row * p.table_stride;
   const bool in_place = p.reads_in_place(unit.num_tokens * p.group());
-  const int64_t value_bytes = p.page_type == kFloat32 ? 4 : 2;
+  const int64_t value_bytes = bytes_of(p.page_type);
   view.key_stride = in_place ? p.block_size : kTile;
   view.value_stride = p.padded_dim();
   view.type = in_place ? p.page_type : kFloat32;
@@ -166,12 +186,16 @@ void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace
     } else {
       float* keys = work.keys.data() + tile * kTile * p.head_dim;
       float* values = work.values.data() + tile * kTile * p.padded_dim();
-      with_type(p.page_type, [&](auto type) {
+      with_page_type(p.page_type, [&](auto type) {
         widen_tile<decltype(type)>(p, table, unit.kv_head, key, end - key, keys, values);
       });
       view.keys[tile] = keys;
       view.values[tile] = values;
     }
+  }
+  if (p.key_scales) {
+    load_scales(p, table, unit.kv_head, first, end, p.key_scales, work.key_scales);
+    load_scales(p, table, unit.kv_head, first, end, p.value_scales, work.value_scales);
   }
   // What is read after the last keys are the first values.
   for (int i = 0; i < kLookahead; ++i) {
@@ -199,6 +223,11 @@ Softmax exponentiate(float* scores, int num_keys, int from, int to) {
   for (int v = 1; v < kTileVecs; ++v) sums[0] += sums[v];
   state.sum = sum_of(sums[0]);
   return state;
+}
+
+// One factor a key, for a row's scores (or weights) of whole tiles.
+void multiply_by(const float* factors, float* row, int num_keys) {
+  for (int j = 0; j < num_keys; j += kLanes) store(row + j, load(row + j) * load(factors + j));
 }
 
 // The unit's rows in tiles of at most kMaxRows, as even as can be.
@@ -249,7 +278,10 @@ void attend_span(const Problem& p, const Unit& unit, int span, Workspace& work) 
       const int position = unit.first_position + i / group;
       const int from = std::clamp(p.first_visible(position) - keys_begin, 0, num_keys);
       const int to = std::clamp(position + 1 - keys_begin, from, num_keys);
-      later[i - begin] = exponentiate(work.scores + (i - begin) * kScoreStride, num_tiles * kTile, from, to);
+      float* scores = work.scores + (i - begin) * kScoreStride;
+      if (p.key_scales) multiply_by(work.key_scales + skipped * kTile, scores, num_tiles * kTile);
+      later[i - begin] = exponentiate(scores, num_tiles * kTile, from, to);
+      if (p.value_scales) multiply_by(work.value_scales + skipped * kTile, scores, num_tiles * kTile);
     }
     products.weigh_rows(work.scores, view.values + skipped, view.value_stride, num_keys, padded / kTile,
                         work.partial.data(), padded);
@@ -361,12 +393,14 @@ void merge_spans(const Problem& p, const Plan& plan, const Unit& unit, Workspace
 }  // namespace ifb
 
 extern "C" void ifb_paged_attention(void* output, const void* queries, int64_t query_stride, const void* keys,
-                                    const void* values, const int32_t* query_starts, const int32_t* context_lens,
+                                    const void* values, const void* key_scales, const void* value_scales,
+                                    const int32_t* query_starts, const int32_t* context_lens,
                                     const int32_t* block_tables, int64_t table_stride, int num_rows, int num_heads,
                                     int num_kv_heads, int head_dim, int block_size, int window, float scale,
                                     int query_type, int page_type, int threads) {
   using namespace ifb;
-  const Problem p{output, queries, query_stride, keys, values, query_starts, context_lens, block_tables, table_stride,
+  const Problem p{output, queries, query_stride, keys, values, static_cast<const Bfloat16*>(key_scales),
+                  static_cast<const Bfloat16*>(value_scales), query_starts, context_lens, block_tables, table_stride,
                   num_rows, num_heads, num_kv_heads, head_dim, block_size, window, scale,
                   DataType(query_type), DataType(page_type)};
   static thread_local Plan own_plan;

@@ -2,7 +2,8 @@
 //
 // A *tile* is 16 keys. Both products broadcast one value of the left matrix against rows of the right one. Each sum is
 // taken in one fixed order, a channel (a key) after the other from zero, however many rows are computed together: this
-// is what makes a row's result the same bits whoever its neighbours are. T is what the pages hold.
+// is what makes a row's result the same bits whoever its neighbours are. T is what the pages hold
+// (codes of quantized pages are multiplied as they are: their scales are the caller's, one a key, not one a channel).
 //
 // Pages lie scattered, so the processor cannot guess where the next tile is: each product asks for what it will read
 // next while it computes. The arrays of tiles hold kLookahead more entries than there are tiles.
@@ -130,6 +131,8 @@ inline const Products& products_for(DataType type, int rows) {
   switch (type) {
     case kBfloat16: return products_of<Bfloat16>(rows, counts);
     case kFloat16: return products_of<Float16>(rows, counts);
+    case kInt8: return products_of<Int8>(rows, counts);
+    case kFloat8: return products_of<Float8>(rows, counts);
     default: return products_of<float>(rows, counts);
   }
 }

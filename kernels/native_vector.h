@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the machine's registers, their loads and stores from the three page types, and exp2.
+// Vectors of floats as wide as the machine's registers, their loads and stores from the page types, and exp2.
 // GCC/Clang vector extensions only: one source serves AVX-512, AVX2, SSE and NEON.
 #pragma once
 
@@ -23,13 +23,18 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t VecBits __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecHalf __attribute__((vector_size(2 * kLanes)));
+typedef int8_t VecByte __attribute__((vector_size(kLanes)));
 
 struct Bfloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
-enum DataType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };  // as in native.py
+// Codes of quantized pages (kv_quantization.py): a value is its code times the scale of its token and head.
+struct Int8 { int8_t code; };
+struct Float8 { uint8_t bits; };  // E4M3
 
-// Calls `f` with a value of the C++ type that `type` names.
+enum DataType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3, kFloat8 = 4 };  // as in native.py
+
+// Calls `f` with a value of the C++ type that `type` names, which is no type of codes.
 template <typename F>
 inline void with_type(DataType type, F f) {
   switch (type) {
@@ -38,6 +43,18 @@ inline void with_type(DataType type, F f) {
     default: return f(0.0f);
   }
 }
+
+// The same, codes included.
+template <typename F>
+inline void with_page_type(DataType type, F f) {
+  switch (type) {
+    case kInt8: return f(Int8{});
+    case kFloat8: return f(Float8{});
+    default: return with_type(type, f);
+  }
+}
+
+inline int64_t bytes_of(DataType type) { return type == kFloat32 ? 4 : type == kInt8 || type == kFloat8 ? 1 : 2; }
 
 inline Vec splat(float x) { return Vec{} + x; }
 inline VecBits splat_bits(uint32_t x) { return VecBits{} + x; }
@@ -96,6 +113,35 @@ inline void store(Float16* p, Vec v) {  // rounds to nearest, ties to even, over
   store_halves(p, sign | (x >= (143u << 23) ? special : finite));
 }
 
+inline VecInt load_bytes(const void* p) {  // sign-extended
+  VecByte b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, VecInt);
+}
+
+inline void store_bytes(void* p, VecBits v) {
+  VecByte b = __builtin_convertvector(v, VecByte);
+  std::memcpy(p, &b, sizeof b);
+}
+
+inline Vec load(const Int8* p) { return __builtin_convertvector(load_bytes(p), Vec); }
+
+inline void store(Int8* p, Vec v) {  // |v| < 127.5; rounds to nearest, ties to even
+  store_bytes(p, as_bits(v + 0x1.8p23f));  // leaves the integer in the low bits of the mantissa
+}
+
+inline Vec load(const Float8* p) {
+  // As with halves: short by 2^120 once exponent and mantissa are a float's. The sign has been spread over the high bits.
+  return as_float((VecBits)(load_bytes(p) << 20) & 0x87f00000u) * 0x1p120f;
+}
+
+inline void store(Float8* p, Vec v) {  // |v| < 464; rounds to nearest, ties to even
+  VecBits x = as_bits(v) & 0x7fffffffu;
+  VecBits normal = (x - (120u << 23) + 0x7ffffu + ((x >> 20) & 1u)) >> 20;
+  VecBits subnormal = as_bits(as_float(x) + 0x1p14f) - (141u << 23);  // 2^14 ends in units of 2^-9
+  store_bytes(p, ((as_bits(v) >> 24) & 0x80u) | (x < (121u << 23) ? subnormal : normal));
+}
+
 // ---- the first n < kLanes values, the others zero -------------------------------------------------------------------
 
 template <typename T>
@@ -115,6 +161,8 @@ inline void store_some(T* p, Vec v, int n) {
 template <typename Half>
 inline float load_one(const Half* p) { return widened(splat_bits(p->bits), Half{})[0]; }
 inline float load_one(const float* p) { return *p; }
+inline float load_one(const Int8* p) { return p->code; }
+inline float load_one(const Float8* p) { return load_some(p, 1)[0]; }
 
 // Round to T's precision, as a store and a load would.
 template <typename T>

@@ -33,14 +33,14 @@ class SyntheticBatch:
     num_blocks: int
 
     def fill(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> LayerKV:
-        """A pool of one layer with every context token written; what is not written is NaN."""
+        """A pool of one layer with every context token written; what is not written is NaN (or wild codes)."""
         num_kv_heads, head_dim = self.keys.shape[1:]
         dtype = dtype or self.keys.dtype
         (pages,) = backend.allocate(
             1, self.num_blocks, self.block_size, num_kv_heads, head_dim, dtype, self.queries.device
         )
-        pages.keys.fill_(float("nan"))
-        pages.values.fill_(float("nan"))
+        for tensor in pages.tensors():
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every float; a quantized page's scale is one
         backend.write(self.keys, self.values, pages, self.history)
         return pages
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout, lazy_zeros
+from ifb_kernels.kv_quantization import dequantize, quantize
+from ifb_kernels.layout import LayerKV, RaggedLayout, zero_pages
 
 # Decode rows are gathered and attended together, as many at a time as keep the gathered copy this small.
 _GATHERED_TOKENS = 16_384
@@ -31,16 +32,11 @@ class TorchBackend(AttentionBackend):
         device: torch.device,
     ) -> list[LayerKV]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        if device.type == "cpu":
-            return [LayerKV(lazy_zeros(shape, dtype), lazy_zeros(shape, dtype)) for _ in range(num_layers)]
-        return [
-            LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
-        ]
+        return zero_pages(num_layers, shape, shape, shape[:3], dtype, device)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
-        pages.keys.flatten(0, 1).index_copy_(0, layout.slot_mapping, keys.to(pages.keys.dtype))
-        pages.values.flatten(0, 1).index_copy_(0, layout.slot_mapping, values.to(pages.values.dtype))
+        _write_one(keys, pages.keys, pages.key_scales, layout.slot_mapping)
+        _write_one(values, pages.values, pages.value_scales, layout.slot_mapping)
 
     def attend(
         self,
@@ -64,6 +60,22 @@ class TorchBackend(AttentionBackend):
             chunk = queries[start:end].unsqueeze(0)
             output[start:end] = _attend_rows(chunk, row, pages, layout, scale, sliding_window)[0]
         return output
+
+
+def _write_one(tokens: torch.Tensor, pages: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """Store keys or values [T, num_kv_heads, head_dim]."""
+    if scales is None:
+        tokens = tokens.to(pages.dtype)
+    else:
+        tokens, token_scales = quantize(tokens, pages.dtype)
+        scales.flatten(0, 1).index_copy_(0, slots, token_scales)
+    pages.flatten(0, 1).index_copy_(0, slots, tokens)
+
+
+def _read_some(pages: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """Keys or values at `slots` [N, S] -> float32 [N, num_kv_heads, S, head_dim]."""
+    tokens = pages.flatten(0, 1)[slots]
+    return dequantize(tokens, None if scales is None else scales.flatten(0, 1)[slots]).transpose(1, 2)
 
 
 def _attend_rows(
@@ -92,8 +104,8 @@ def _attend_rows(
     stored = torch.minimum(key_positions, context_lens - 1)
     page = layout.block_tables[rows].long().gather(1, stored // block_size)
     slots = page * block_size + stored % block_size
-    keys = pages.keys.flatten(0, 1)[slots].float().transpose(1, 2)
-    values = pages.values.flatten(0, 1)[slots].float().transpose(1, 2)
+    keys = _read_some(pages.keys, pages.key_scales, slots)
+    values = _read_some(pages.values, pages.value_scales, slots)
 
     # The query heads of one KV head become more queries of that head: [N, Hkv, group * Q, D].
     group = num_heads // num_kv_heads

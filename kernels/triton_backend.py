@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ifb_kernels.backend import AttentionBackend
-from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together
+from ifb_kernels.layout import LayerKV, RaggedLayout, heads_together, zero_pages
 from ifb_kernels.triton_kv_cache_write import kv_cache_write
 from ifb_kernels.triton_paged_attention import paged_attention
 
 
 class TritonBackend(AttentionBackend):
-    """Pages are [num_blocks, num_kv_heads, block_size, head_dim], keys and values alike."""
+    """Pages are [num_blocks, num_kv_heads, block_size, head_dim], keys and values alike; scales lack the last axis."""
 
     name = "triton"
 
@@ -26,10 +26,7 @@ class TritonBackend(AttentionBackend):
         device: torch.device,
     ) -> list[LayerKV]:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return [
-            LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
-        ]
+        return zero_pages(num_layers, shape, shape, shape[:3], dtype, device)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
         kv_cache_write(heads_together(keys), heads_together(values), pages, layout)

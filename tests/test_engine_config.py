@@ -31,6 +31,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
         ("tokenizer", 5),
         ("dtype", "int8"),
         ("dtype", 16),
+        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", 8),
         ("device", "tpu"),
         ("device", "cuda:"),
         ("device", "cuda:x"),
@@ -74,6 +76,8 @@ def test_a_bad_value_is_refused_by_its_key(key: str, value: object) -> None:
     [
         ("device", "cuda:1"),
         ("dtype", "bfloat16"),
+        ("kv_cache_dtype", "int8"),
+        ("kv_cache_dtype", "fp8_e4m3"),
         ("max_model_len", None),
         ("block_size", 32),
         ("cpu_kv_cache_gib", 2),

@@ -33,7 +33,7 @@ def test_tokens_lie_where_the_slots_say_and_nothing_else_changes(
     for each in ("reference", name):
         pages = batch.fill(select_backend(CPU, each), page_dtype)
         written[each] = as_reference(pages, each)
-    for actual, expected in zip(written[name], written["reference"], strict=True):
+    for actual, expected in zip(written[name].tensors(), written["reference"].tensors(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -48,7 +48,7 @@ def test_keys_and_values_may_be_views_of_a_fused_projection(name: str) -> None:
     values.copy_(batch.values)
     pages = LayerKV(torch.full_like(expected.keys, float("nan")), torch.full_like(expected.values, float("nan")))
     backend.write(keys, values, pages, batch.history)
-    for actual, wanted in zip(pages, expected, strict=True):
+    for actual, wanted in zip(pages.tensors(), expected.tensors(), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 

@@ -153,7 +153,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 def test_the_cpu_backend_refuses_pages_it_cannot_hold() -> None:
     backend = backend_named("cpu")
-    with pytest.raises(ValueError, match=r"dtype: torch\.int8 pages are not supported"):
-        backend.allocate(1, 4, 16, 1, 64, torch.int8, CPU)
+    with pytest.raises(ValueError, match=r"dtype: torch\.int16 pages are not supported"):
+        backend.allocate(1, 4, 16, 1, 64, torch.int16, CPU)
     with pytest.raises(ValueError, match="device: the cpu attention backend"):
         backend.allocate(1, 4, 16, 1, 64, torch.float32, torch.device("meta"))

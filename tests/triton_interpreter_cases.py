@@ -99,7 +99,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyP
 def test_tokens_lie_where_the_slots_say(dtype: torch.dtype, page_dtype: torch.dtype) -> None:
     batch = synthetic_batch(ROWS, num_heads=3, num_kv_heads=3, head_dim=20, dtype=dtype)
     written, expected = batch.fill(TRITON, page_dtype), batch.fill(REFERENCE, page_dtype)
-    for actual, wanted in zip(written, expected, strict=True):
+    for actual, wanted in zip(written.tensors(), expected.tensors(), strict=True):
         torch.testing.assert_close(actual.transpose(1, 2), wanted, rtol=0, atol=0, equal_nan=True)
 
 

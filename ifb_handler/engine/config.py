@@ -33,6 +33,7 @@ _COUNTS = (
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "attention_backend": ("auto", "triton", "cpu", "torch"),
     "batching": ("continuous", "static"),
     "scheduling_policy": ("fcfs", "priority", "longest_prefix_match", "shortest_job_first"),
@@ -50,6 +51,8 @@ class EngineConfig:
     tokenizer                  a tokenizer from elsewhere: folder, tokenizer.json or hub id; None: the model's own
     served_model_name          the name in answers; None: the model's own
     dtype                      auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's own on a GPU
+    kv_cache_dtype             auto (the dtype above), int8 or fp8_e4m3: keys and values in 8 bits, a scale for each
+                               token and head; about a quarter of float32's memory, half of bfloat16's
     device                     auto, cpu, cuda or cuda:N
     max_model_len              prompt plus answer, in tokens; None: what the model was trained for
     block_size                 tokens in a KV page
@@ -87,6 +90,7 @@ class EngineConfig:
     tokenizer: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16

@@ -16,9 +16,11 @@ from ifb_handler.models.loading import load_model
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
 from ifb_kernels.backend import AttentionBackend, select_backend
+from ifb_kernels.kv_quantization import page_bytes
 from ifb_kernels.layout import RaggedLayout
 
 _GIB = 1 << 30
+_KV_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}  # auto: the model's own
 _DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -38,7 +40,8 @@ class ModelExecutor(Executor):
         self.weight_bytes = self.model.weight_bytes
         self.max_model_len = _max_model_len(config.max_model_len, shape.max_model_len)
         self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]
-        page = 2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, shape.dtype)
+        page = page_bytes(shape.num_layers, config.block_size, shape.num_kv_heads, shape.head_dim, kv_dtype)
         useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
         self.num_blocks = config.num_gpu_blocks_override or min(useful, self._memory_for_pages(config) // page)
         if self.num_blocks < 1:
@@ -50,7 +53,7 @@ class ModelExecutor(Executor):
             config.block_size,
             shape.num_kv_heads,
             shape.head_dim,
-            shape.dtype,
+            kv_dtype,
             self.device,
         )
 
@@ -83,9 +86,9 @@ class ModelExecutor(Executor):
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         source, target = self._put(np.array(pairs, np.int64).T)
-        for keys, values in self.pages:
-            keys[target] = keys[source]
-            values[target] = values[source]
+        for layer in self.pages:
+            for tensor in layer.tensors():
+                tensor[target] = tensor[source]
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
