@@ -33,6 +33,8 @@ _COUNTERS: dict[str, Callable[[EngineStats], int]] = {
     "ifb_num_preemptions": lambda stats: stats.num_preemptions,
     "ifb_prompt_tokens": lambda stats: stats.prompt_tokens,
     "ifb_generation_tokens": lambda stats: stats.generation_tokens,
+    "ifb_prefix_cache_queries": lambda stats: stats.prefix_cache_queries,
+    "ifb_prefix_cache_hits": lambda stats: stats.prefix_cache_hits,
 }
 _SUCCESS = "ifb_request_success"
 # vLLM observes the inter-token latency of every token; a line a token is too dear here, so it is a request's mean.
@@ -100,9 +102,13 @@ class MetricsReporter:
     def _count(
         self, name: str, total: int, seen: dict[str, int], key: str, dimensions: dict[str, str] | None = None
     ) -> None:
-        """Emit what was added since the last report; the first time even 0, so that the series exists."""
+        """Emit what was added since the last report; the first time even 0, so that the series exists.
+
+        A total below the last one is that of a new engine.
+        """
+        before = seen.get(key, 0)
         if total != seen.get(key):
-            self._emit(name, MetricTypes.COUNTER, total - seen.get(key, 0), dimensions)
+            self._emit(name, MetricTypes.COUNTER, total - before if total >= before else total, dimensions)
             seen[key] = total
 
     def _emit(self, name: str, kind: MetricTypes, value: float, dimensions: dict[str, str] | None = None) -> None:
