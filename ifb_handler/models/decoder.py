@@ -20,7 +20,7 @@ import torch
 
 from ifb_handler.models.decoder_config import DecoderConfig
 from ifb_handler.models.embedding import Embedding
-from ifb_handler.models.linear import Linear, gemm_rows, pad_rows
+from ifb_handler.models.linear import Linear
 from ifb_handler.models.rope import RotaryTable
 from ifb_handler.models.stopwatch import Stopwatch
 from ifb_kernels.backend import AttentionBackend
@@ -79,30 +79,27 @@ class Decoder:
         """
         config, eps = self.config, self.config.rms_norm_eps
         tokens = token_ids.shape[0]
-        rows = gemm_rows(tokens, self.output.is_packed)
-        positions = pad_rows(positions, rows)
         cos, sin = self.rotary.upto(layout.max_context_len)
 
-        x, residual = self.embedding(pad_rows(token_ids, rows)), None
+        x, residual = self.embedding(token_ids), None
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             normed, residual = rms_norm(x, layer.attention_norm, eps, residual)
-            qkv = self._multiply(layer.qkv, normed).view(rows, -1, config.head_dim)
+            qkv = self._multiply(layer.qkv, normed).view(tokens, -1, config.head_dim)
             q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
             if layer.query_norm is not None and layer.key_norm is not None:
                 q, k = rms_norm(q, layer.query_norm, eps)[0], rms_norm(k, layer.key_norm, eps)[0]
             rotary_embedding(q, k, cos, sin, positions)
-            attended = self._attend(layer, q[:tokens], k[:tokens], v[:tokens], layer_pages, layout)
-            x = self._multiply(layer.attention_out, pad_rows(attended.reshape(tokens, -1), rows))
+            attended = self._attend(layer, q, k, v, layer_pages, layout)
+            x = self._multiply(layer.attention_out, attended.reshape(tokens, -1))
 
             normed, residual = rms_norm(x, layer.feed_forward_norm, eps, residual)
             x = self._multiply(layer.down, silu_and_mul(self._multiply(layer.gate_up, normed)))
-        return rms_norm(x, self.norm, eps, residual)[0][:tokens]
+        return rms_norm(x, self.norm, eps, residual)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [S, hidden_size], those rows of `forward`'s result that want a next token -> float32 [S, vocab]."""
-        rows = gemm_rows(hidden.shape[0], self.output.is_packed)
-        return self._multiply(self.output, pad_rows(hidden, rows))[: hidden.shape[0]].float()
+        return self._multiply(self.output, hidden).float()
 
     def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         started = time.perf_counter()

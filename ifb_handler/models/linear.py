@@ -1,74 +1,88 @@
-"""Matrix products with weights held in the layout that the machine multiplies quickest.
+"""Linear layers, with weights held in the layout that the machine multiplies quickest.
 
-On a CPU the weights are packed once into oneDNN's blocked layout, and the plain copy is dropped. For SmolLM2-135M in
-float32 on two AVX-512 cores that halves a step of 32 rows (48 ms of products against 104 ms with `F.linear` and 105 ms
-with MKL's packed layout; at one row 17, 43 and 30 ms, at 256 rows 337, 455 and 472 ms).
-
-oneDNN compiles a kernel for each number of rows that it meets, which costs about 0.7 ms and 0.6 MB a weight shape. So
-rows are rounded up to a few sizes (`gemm_rows`), and its cache of kernels is kept small.
+On a CPU a weight is packed once and the plain copy dropped: into our own panels where the native library was built
+(`ifb_kernels.packed_linear`), into oneDNN's blocks where it was not and for bfloat16 where the processor has
+instructions for it. Elsewhere torch's `F.linear` multiplies as it likes.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-# Kernels that oneDNN keeps, over all shapes and sizes: 8 sizes of a model with five shapes, about 25 MB.
-_KERNELS_KEPT = 40
+from ifb_kernels.packed_linear import PackedLinear, can_pack
 
-# The number of rows that a weight's layout is chosen for. Other numbers run on the same layout.
-_TYPICAL_ROWS = 32
+Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Linear:
-    """y = x W^T + b for x [..., in] -> [..., out], in the weight's dtype."""
+    """y = x W^T + b for x [T, in] -> [T, out], in the weight's dtype. `weight` is None once it is packed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """`weight` [out, in] and `bias` [out] on one device. A packed weight no longer refers to `weight`'s memory."""
-        self.out_features, self.in_features = weight.shape
-        self.is_packed = _can_pack(weight)
-        self.bias = bias
-        if self.is_packed:
-            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS_KEPT))
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        """`weight` [out, in] and `bias` [out] on one device."""
+        values = weight.numel() + (0 if bias is None else bias.numel())
+        self.num_bytes = values * weight.element_size()
+        self.weight: torch.Tensor | None = None
+        self._multiply: Multiply
+        if _suits_onednn(weight):
+            self._multiply = _OneDNNLinear(weight, bias)
+        elif can_pack(weight):
+            self._multiply = PackedLinear(weight, bias)
         else:
             self.weight = weight
+            self._multiply = partial(F.linear, weight=weight, bias=bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-    @property
-    def num_bytes(self) -> int:
-        values = self.out_features * (self.in_features + (self.bias is not None))
-        return values * self.weight.element_size()
+        return self._multiply(x)
 
 
-def gemm_rows(rows: int, packed: bool) -> int:
-    """The number of rows, at least `rows`, that a step runs its products on: `rows` itself unless weights are packed.
+def packs(weight: torch.Tensor) -> bool:
+    """Whether a `Linear` with a weight of this one's dtype and device holds a packed copy, not the weight itself."""
+    return _suits_onednn(weight) or can_pack(weight)
 
-    Steps of 4 up to 32 rows, of 8 up to 64, of 16 up to 128 and of 32 beyond: at most an eighth is wasted past 32 rows.
+
+def _suits_onednn(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 and not can_pack(weight)
+
+
+class _OneDNNLinear:
+    """oneDNN's product with a packed weight.
+
+    It compiles a kernel for each number of rows that it meets, which costs about 0.7 ms and 0.6 MB a weight shape. So
+    rows are rounded up to a few sizes, and few kernels are kept.
     """
-    if not packed or rows <= 2:
+
+    # Over all shapes and sizes: 8 sizes of a model with five shapes, about 25 MB.
+    KERNELS_KEPT = 40
+
+    # The number of rows that the layout is chosen for; other numbers run on it as well.
+    TYPICAL_ROWS = 32
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(self.KERNELS_KEPT))
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.TYPICAL_ROWS)
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        missing = _rounded_up(x.shape[0]) - x.shape[0]
+        padded = x if missing == 0 else torch.cat((x, x.new_zeros(missing, x.shape[1])))
+        y = torch.ops.mkldnn._linear_pointwise.default(padded, self.packed, self.bias, "none", [], "")
+        return y[: x.shape[0]]
+
+
+def _rounded_up(rows: int) -> int:
+    """Steps of 4 up to 32 rows, of 8 up to 64, of 16 up to 128 and of 32 beyond; 1 and 2 as they are."""
+    if rows <= 2:
         return rows
     for limit, step in ((32, 4), (64, 8), (128, 16)):
         if rows <= limit:
             return -(-rows // step) * step
     return -(-rows // 32) * 32
-
-
-def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`x` with zeros after its first axis's last entry, `rows` entries in all; `x` itself when it has as many."""
-    missing = rows - x.shape[0]
-    return x if missing == 0 else torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
-
-
-def _can_pack(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.float32:
-        return True
-    return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

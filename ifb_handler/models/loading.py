@@ -13,7 +13,7 @@ from ifb_handler.models.decoder import Decoder, DecoderLayer
 from ifb_handler.models.decoder_config import DTYPES, DecoderConfig, as_token_ids
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
-from ifb_handler.models.linear import Linear
+from ifb_handler.models.linear import Linear, packs
 from ifb_handler.models.memory import release_freed_memory
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
@@ -104,6 +104,7 @@ class _Loader:
             raise ModelError(
                 f"{unexpected[0]}: in the checkpoint ({len(unexpected)} such tensors), but not in {config.architecture}"
             )
+        self._scratch = self._empty(0, 1)
         self._total = len(expected)
         self._done = 0
         self.weight_bytes = 0
@@ -113,6 +114,7 @@ class _Loader:
         self._step(0)
         output = self._linear("lm_head" if not config.tied_embeddings else "model.embed_tokens", config.vocab_size)
         embedding = self._embedding(output)
+        self._scratch = self._empty(0, 1)  # the output projection's is far larger than any layer needs
         layers = [self._layer(index) for index in range(config.num_layers)]
         norm = self._vector("model.norm.weight", config.hidden_size)
         release_freed_memory()
@@ -145,7 +147,7 @@ class _Loader:
 
     def _fused(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
         """One linear whose outputs are those of `parts` (name: out features), one after another."""
-        weight = self._empty(sum(parts.values()), in_features)
+        weight = self._weight_to_fill(sum(parts.values()), in_features)
         biases = self._empty(sum(parts.values())) if bias else None
         start = 0
         for name, out_features in parts.items():
@@ -163,7 +165,7 @@ class _Loader:
     def _embedding(self, output: Linear) -> Embedding:
         """The output projection's own memory where it is tied and not packed; else a table in its stored form."""
         name = "model.embed_tokens.weight"
-        if self._config.tied_embeddings and not output.is_packed:
+        if self._config.tied_embeddings and output.weight is not None:
             return Embedding(output.weight, self._config.dtype)
         if self._device.type == "cpu":
             embedding = self._checkpoint.embedding(name, self._config.dtype)
@@ -181,6 +183,15 @@ class _Loader:
         self._read(name, vector)
         self.weight_bytes += vector.numel() * vector.element_size()
         return vector
+
+    def _weight_to_fill(self, out_features: int, in_features: int) -> torch.Tensor:
+        """Room for a fused weight: the same room each time where the layer that gets it keeps a packed copy."""
+        if not packs(self._scratch):
+            return self._empty(out_features, in_features)
+        size = out_features * in_features
+        if self._scratch.numel() < size:
+            self._scratch = self._empty(size, 1)
+        return self._scratch.flatten()[:size].view(out_features, in_features)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._config.dtype, device=self._device)
