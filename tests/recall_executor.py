@@ -44,6 +44,18 @@ class RecallExecutor(Executor):
         self.memory = np.full(num_blocks * block_size, -1, np.int64)
         self.fail_next = False
 
+    def allocate_swap_space(self, num_bytes: int) -> int:
+        self.host = np.full((num_bytes >> 20, self.block_size), -1, np.int64)  # as if a page were a MiB
+        return len(self.host)
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = np.array(pairs).T
+        self.host[target] = self.memory.reshape(self.num_blocks, self.block_size)[source]
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = np.array(pairs).T
+        self.memory.reshape(self.num_blocks, self.block_size)[target] = self.host[source]
+
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         source, target = np.array(pairs).T
         pages = self.memory.reshape(self.num_blocks, self.block_size)
@@ -72,4 +84,14 @@ class RecallExecutor(Executor):
         """float32 [V]"""
         logits = torch.zeros(VOCAB_SIZE)
         logits[next_token(context)] = 1.0
+        return logits
+
+
+class SpreadExecutor(RecallExecutor):
+    """Logits drawn from the whole context, none of them alike; an eighth of the tokens is impossible."""
+
+    def logits_after(self, context: np.ndarray) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(zlib.crc32(np.asarray(context, np.int64).tobytes()))
+        logits = torch.randn(VOCAB_SIZE, generator=draw) * 2
+        logits[torch.rand(VOCAB_SIZE, generator=draw) < 1 / 8] = -torch.inf
         return logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_oracle import load_folder
-from recall_executor import VOCAB_SIZE, RecallExecutor
+from recall_executor import VOCAB_SIZE, RecallExecutor, SpreadExecutor
 from tiny_llama import write_tiny_llama
 
 from ifb_handler.engine.engine import Engine
@@ -49,20 +48,6 @@ def test_equally_likely_tokens_come_in_the_order_of_their_ids() -> None:
     assert told.logprob == -torch.inf == told.top[-1][1]
 
 
-class SpreadExecutor(RecallExecutor):
-    """Logits drawn from the whole context, none of them alike; an eighth of the tokens is impossible."""
-
-    def logits_after(self, context: np.ndarray) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(zlib.crc32(context.astype(np.int64).tobytes()))
-        logits = torch.randn(VOCAB_SIZE, generator=draw) * 2
-        logits[torch.rand(VOCAB_SIZE, generator=draw) < 1 / 8] = -torch.inf
-        return logits
-
-    def logits_before_each(self, tokens: list[int]) -> torch.Tensor:
-        """Before each of `tokens` but the first."""
-        return torch.stack([self.logits_after(np.array(tokens[:i])) for i in range(1, len(tokens))])
-
-
 PROMPTS = [[(7 * i + 3 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(8)]
 ASKED = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=3, prompt_logprobs=2),
@@ -88,8 +73,13 @@ def plain() -> list[RequestOutput]:
 
 def test_chosen_tokens_and_prompts_are_told_from_the_raw_logits(plain: list[RequestOutput]) -> None:
     executor = SpreadExecutor(1)
+
+    def logits_before_each(tokens: list[int]) -> torch.Tensor:
+        """Before each of `tokens` but the first."""
+        return torch.stack([executor.logits_after(np.array(tokens[:i])) for i in range(1, len(tokens))])
+
     for prompt, params, output in zip(PROMPTS, ASKED, plain, strict=True):
-        logits = executor.logits_before_each([*prompt, *output.token_ids])
+        logits = logits_before_each([*prompt, *output.token_ids])
         if params.logprobs is None:
             assert output.logprobs is None
         else:

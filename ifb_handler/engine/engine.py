@@ -13,10 +13,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ifb_handler.engine.answers import Answers, joined, sequence_params, sequence_seed
 from ifb_handler.engine.bad_words import tokenize
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
@@ -78,9 +79,10 @@ class Engine:
         self.max_model_len = self._core.max_request_len
         self._seeds = random.Random(config.seed)
         self._changed = threading.Condition()  # guards all that follows
-        self._mailboxes: dict[str, Mailbox] = {}  # by the ids of the live requests
+        self._answers: dict[str, Answers] = {}  # by the ids of the live requests
+        self._sequences: dict[str, Answers] = {}  # by the ids of their live sequences, which the core knows
         self._submitted: list[Request] = []
-        self._cancelled: list[str] = []
+        self._cancelled: list[Answers] = []
         self._checks: list[Future[None]] = []
         self._num_arrived = 0
         self._accepting = True
@@ -93,29 +95,50 @@ class Engine:
     # The door: any thread.
 
     def submit(self, request: GenerationRequest, mailbox: Mailbox) -> None:
-        """Queue a request; its outputs come to `mailbox`, the last one with a finish_reason.
+        """Queue a request; its outputs come to `mailbox`, the last one of each of its `n` answers with a finish_reason.
 
+        If one answer fails, the others are aborted. A `best_of` above `n` gives each answer whole, in one output.
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
         limit = self._check_request(request)
-        if request.params.bad_words:
-            bad_words = tokenize(request.params.bad_words, self.tokenizer)
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, bad_words=bad_words))
-        detokenizer = Detokenizer(self._vocabulary, request.prompt_token_ids, request.params.skip_special_tokens)
-        text = OutputAssembler(request.params, self.eos_token_ids, limit, detokenizer)
+        params = sequence_params(request.params)
+        if params.bad_words:
+            params = dataclasses.replace(params, bad_words=tokenize(params.bad_words, self.tokenizer))
+        texts = [
+            OutputAssembler(
+                params,
+                self.eos_token_ids,
+                limit,
+                Detokenizer(self._vocabulary, request.prompt_token_ids, params.skip_special_tokens),
+            )
+            for _ in range(params.num_sequences)
+        ]
         with self._changed:
             if not self._accepting:
                 raise EngineStoppedError("the engine is shutting down and takes no new requests")
-            if request.request_id in self._mailboxes:
+            if request.request_id in self._answers:
                 raise RequestError(f"request_id: {request.request_id!r} is the id of a live request", "request_id")
             waiting = self._stats.num_requests_waiting + len(self._submitted)
-            if waiting >= self.config.max_num_waiting:
+            if waiting + len(texts) > self.config.max_num_waiting:
                 raise QueueFullError(f"the waiting queue is full: max_num_waiting is {self.config.max_num_waiting}")
-            seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(64)
-            self._submitted.append(Request(request, self._num_arrived, seed, text))
-            self._num_arrived += 1
-            self._mailboxes[request.request_id] = mailbox
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+            ids = self._sequence_ids(request.request_id, len(texts))
+            answers = Answers(request.request_id, request.params, ids, mailbox)
+            self._answers[request.request_id] = answers
+            for index, (sequence_id, text) in enumerate(zip(ids, texts, strict=True)):
+                sequence = dataclasses.replace(request, request_id=sequence_id, params=params)
+                self._submitted.append(Request(sequence, self._num_arrived, sequence_seed(seed, index), text))
+                self._sequences[sequence_id] = answers
+                self._num_arrived += 1
             self._changed.notify_all()
+
+    def _sequence_ids(self, request_id: str, count: int) -> list[str]:
+        """The request's own id, or one for each of several sequences; in any case none that a live sequence has."""
+        ids = [request_id] if count == 1 else [f"{request_id}#{index}" for index in range(count)]
+        for index in range(count):
+            while ids[index] in self._sequences:
+                ids[index] += "'"
+        return ids
 
     def _check_request(self, request: GenerationRequest) -> int:
         """-> the most tokens it may generate. Raises RequestError if it can never run."""
@@ -128,6 +151,13 @@ class Engine:
             bad = [i for i in ids if i >= self.vocab_size]
             if bad:
                 raise RequestError(f"{field}: {bad[0]} is not a token id, from 0 to {self.vocab_size - 1}", field)
+        if request.params.num_sequences > self.config.max_num_waiting:
+            field = "best_of" if request.params.ranked else "n"
+            raise RequestError(
+                f"{field}: {request.params.num_sequences} answers are more than the waiting queue holds: "
+                f"max_num_waiting is {self.config.max_num_waiting}",
+                field,
+            )
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise RequestError(
@@ -140,15 +170,15 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request between two steps; its last output has finish_reason `abort`. An unknown id is no error."""
         with self._changed:
-            if request_id in self._mailboxes:
-                self._cancelled.append(request_id)
+            if request_id in self._answers:
+                self._cancelled.append(self._answers[request_id])
                 self._changed.notify_all()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the live ones to end. False if `timeout` seconds were too few."""
         with self._changed:
             self._accepting = False
-            return self._changed.wait_for(lambda: not self._mailboxes, timeout)
+            return self._changed.wait_for(lambda: not self._answers, timeout)
 
     def shutdown(self, finish: bool = False, timeout: float | None = None) -> None:
         """Stop the thread. `finish`: let live requests end first, for up to `timeout` seconds; the rest is aborted."""
@@ -209,10 +239,8 @@ class Engine:
             for request in self._submitted:
                 self._core.add(request)
             self._submitted.clear()
-            for request_id in self._cancelled:
-                output = self._core.abort(request_id)
-                if output is not None:
-                    self._deliver([output])
+            for answers in self._cancelled:
+                self._abort(answers.live)
             self._cancelled.clear()
             for done in self._checks:
                 try:
@@ -224,6 +252,10 @@ class Engine:
             self._stats = self._core.stats()
             return schedule
 
+    def _abort(self, sequence_ids: Iterable[str]) -> None:
+        ended = [self._core.abort(sequence_id) for sequence_id in list(sequence_ids)]
+        self._deliver([output for output in ended if output is not None])
+
     def _publish(self, result: StepResult) -> None:
         with self._changed:
             self._records.append(result.record)
@@ -234,15 +266,21 @@ class Engine:
         """Hand each mailbox its outputs at once. Called with the lock held: a mailbox's `put` must not block."""
         by_mailbox: dict[Mailbox, list[RequestOutput]] = {}
         for output in outputs:
-            by_mailbox.setdefault(self._mailboxes[output.request_id], []).append(output)
+            answers = self._sequences[output.request_id]
             if output.finished:
-                del self._mailboxes[output.request_id]
+                del self._sequences[output.request_id]
+            if news := answers.take(output):
+                by_mailbox.setdefault(answers.mailbox, []).extend(news)
+            if not answers.live:
+                del self._answers[answers.request_id]
+            elif output.finish_reason is FinishReason.ERROR:
+                self._cancelled.append(answers)
         for mailbox, news in by_mailbox.items():
             try:
                 mailbox.put(news)
             except Exception:
                 logger.exception("a mailbox refused %d outputs", len(news))
-        if not self._mailboxes:
+        if not self._answers:
             self._changed.notify_all()
 
     def _end_all(self, error: str | None) -> None:
@@ -250,11 +288,10 @@ class Engine:
         with self._changed:
             self._accepting = False
             if error is None:
-                ended = [self._core.abort(request_id) for request_id in list(self._core.requests)]
-                self._deliver([output for output in ended if output is not None])
+                self._abort(self._core.requests)
                 self._stats = self._core.stats()
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
-            self._deliver([RequestOutput(i, finish_reason=reason, error=error) for i in list(self._mailboxes)])
+            self._deliver([RequestOutput(i, finish_reason=reason, error=error) for i in list(self._sequences)])
             for done in self._checks:
                 done.set_exception(RuntimeError(error or "the engine has stopped"))
 
@@ -265,12 +302,13 @@ class Engine:
     ) -> list[RequestOutput]:
         """Continue every prompt (text or token ids) -> its whole answer, in the order of the prompts.
 
+        A prompt with `n` above 1 has its answers one after the other, as `index` tells.
         `params` is for all prompts or one for each. Raises RequestError if a prompt can never run; the others are then
         cancelled. A request that fails later has finish_reason `error` and its `error`.
         """
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        answers = {request.request_id: RequestOutput(request.request_id) for request in requests}
+        answers = {(r.request_id, i): RequestOutput(r.request_id) for r in requests for i in range(r.params.n)}
         mailbox = Mailbox()
         todo = deque(requests)
         num_live = 0
@@ -278,24 +316,30 @@ class Engine:
             while todo or num_live:
                 num_live += self._submit_what_fits(todo, mailbox, wait=not num_live)
                 for output in mailbox.collect():
-                    answers[output.request_id] = _joined(answers[output.request_id], output)
+                    key = output.request_id, output.index
+                    answers[key] = joined(answers[key], output)
                     num_live -= output.finished
         except BaseException:
             for request in requests:
                 self.cancel(request.request_id)
             raise
-        return [answers[request.request_id] for request in requests]
+        return list(answers.values())
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding the news as they come. Closing the iterator cancels the request."""
+        """Continue one prompt, yielding the news as they come. Closing the iterator cancels the request.
+
+        Raises RequestError as `submit` does, and for a `best_of` above `n`, whose answers are known at the end only.
+        """
         request = self._request(prompt, params)
+        if request.params.ranked:
+            raise RequestError("best_of: answers are not streamed where it is above n", "best_of")
         mailbox = Mailbox()
         self.submit(request, mailbox)
         try:
-            finished = False
-            while not finished:
+            num_live = request.params.n
+            while num_live:
                 for output in mailbox.collect():
-                    finished = output.finished
+                    num_live -= output.finished
                     yield output
         finally:
             self.cancel(request.request_id)
@@ -308,7 +352,7 @@ class Engine:
         return GenerationRequest(f"python-{uuid.uuid4().hex}", prompt, params or SamplingParams())
 
     def _submit_what_fits(self, todo: deque[GenerationRequest], mailbox: Mailbox, wait: bool) -> int:
-        """Submit from the head of `todo` until the waiting queue is full -> how many. `wait`: at least one."""
+        """Submit from the head of `todo` until the waiting queue is full -> how many answers. `wait`: at least one."""
         submitted = 0
         while todo:
             try:
@@ -318,8 +362,7 @@ class Engine:
                     break
                 time.sleep(_RETRY_SECONDS)  # others fill the queue; nothing of ours will tell us when it has room
             else:
-                todo.popleft()
-                submitted += 1
+                submitted += todo.popleft().params.n
         return submitted
 
     def __enter__(self) -> Engine:
@@ -327,13 +370,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def _joined(so_far: RequestOutput, news: RequestOutput) -> RequestOutput:
-    return dataclasses.replace(
-        news,
-        text=so_far.text + news.text,
-        token_ids=so_far.token_ids + news.token_ids,
-        logprobs=news.logprobs if so_far.logprobs is None else so_far.logprobs + (news.logprobs or []),
-        prompt_logprobs=news.prompt_logprobs if so_far.prompt_logprobs is None else so_far.prompt_logprobs,
-    )
