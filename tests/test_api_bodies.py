@@ -45,7 +45,7 @@ def token_ids(model: ServedModel, path: str, body: dict[str, Any]) -> list[int]:
 def refusal(model: ServedModel, path: str, body: dict[str, Any]) -> APIError:
     try:
         asked = ask(model, path, {"body": body})
-        asked.check_lengths(model)
+        asked.check_sizes(model)
         asked.token_ids(model)
     except (APIError, RequestError) as error:
         return APIError.of(error)

@@ -28,7 +28,7 @@ def answer_to(model: ServedModel, fields: dict[str, Any]) -> Answer:
     assert isinstance(route, routes.Generation)
     route = routes.by_body(route, fields)
     asked = route.read(fields, model)
-    asked.check_lengths(model)
+    asked.check_sizes(model)
     answer = route.answer(asked, "r", model)
     answer.requests(asked.token_ids(model))
     return answer

@@ -102,7 +102,7 @@ def test_truncate_keeps_the_end_of_the_prompt(model: ServedModel) -> None:
     whole_prompt = model.tokenizer("the fox").input_ids
     assert ask(model, truncate=2).token_ids(model) == [whole_prompt[-2:]]
     long = tgi.read({"inputs": "fox " * 5000, "parameters": {"truncate": 5}}, model)
-    long.check_lengths(model)
+    long.check_sizes(model)
     assert len(long.token_ids(model)[0]) == 5
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ifb_handler.api import sse
 from ifb_handler.api.errors import APIError
-from ifb_handler.api.limits import fit
+from ifb_handler.api.limits import check_sequences, fit
 from ifb_handler.api.prompts import Prompt
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -50,8 +50,9 @@ class Asked:
         """How much there is to tokenize."""
         return sum(part.prompt.characters for part in self.parts)
 
-    def check_lengths(self, model: ServedModel) -> None:
-        """Raises a 400 APIError for a prompt that can never fit."""
+    def check_sizes(self, model: ServedModel) -> None:
+        """Raises a 400 APIError for a prompt that can never fit, or for more answers than the engine's queue holds."""
+        check_sequences(sum(part.params.num_sequences for part in self.parts), model.config)
         for part in self.parts:
             part.prompt.check_length(model)
 

@@ -31,6 +31,11 @@ def check_batch(param: str, size: int, config: EngineConfig) -> None:
     _at_most(param, size, "max_client_batch_size", config, "prompts in one request")
 
 
+def check_sequences(count: int, config: EngineConfig) -> None:
+    """Raises a 400 for more answers in one request, to all of its prompts, than even an empty queue takes."""
+    _at_most("n", count, "max_num_waiting", config, "answers to one request")
+
+
 def _at_most(param: str, value: int | None, option: str, config: EngineConfig, what: str = "") -> None:
     most = getattr(config, option)
     if value is not None and value > most:

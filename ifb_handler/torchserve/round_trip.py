@@ -136,7 +136,7 @@ class RoundTrip:
         route = routes.by_body(route, fields)
         conversation.form = route.answer
         asked = route.read(fields, self._model)
-        asked.check_lengths(self._model)
+        asked.check_sizes(self._model)
         conversation.begin(asked, self._model)
         self._tokenize(conversation, asked)
 
