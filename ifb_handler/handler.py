@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
-from typing import Any
+from collections.abc import Awaitable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from ifb_handler.torchserve.async_bridge import AsyncBridge
 
 logger = logging.getLogger(__name__)
 
@@ -15,31 +21,41 @@ EXIT_DELAY_SECONDS = 0.5
 
 
 class IFBHandler:
-    """In-flight batching behind TorchServe's `continuousBatching: true`.
+    """In-flight batching behind TorchServe's `continuousBatching: true`, or else `asyncCommunication: true`.
 
     TorchServe calls `handle` over and over with the ids of all live requests. The engine runs on a thread of its own;
     a call hands it what is new, cancels what is gone, and returns what has been generated since the last call.
+    With asyncCommunication it is called once for each request, and a bridge of ours makes the round trips.
     """
+
+    async_bridge: AsyncBridge | None = None
 
     def initialize(self, context: Any) -> None:
         """Load the model and start the engine. Raises on what cannot be served, and says so in one line of the log."""
         # TorchServe gives a worker two minutes to come up but startupTimeout to load: the heavy imports belong here.
         from ifb_handler.api.served_model import ServedModel
         from ifb_handler.engine.engine import Engine
+        from ifb_handler.torchserve.async_bridge import AsyncBridge
+        from ifb_handler.torchserve.async_engine import RebuiltEngine
         from ifb_handler.torchserve.metrics import MetricsReporter
-        from ifb_handler.torchserve.options import read_options
+        from ifb_handler.torchserve.options import is_asynchronous, read_options
         from ifb_handler.torchserve.round_trip import RoundTrip
 
         try:
             options = read_options(context)
-            engine = Engine.from_config(options)
+            build = partial(Engine.from_config, options)
+            engine = RebuiltEngine(build, _restart_worker) if is_asynchronous(context) else build()
         except Exception as error:
             logger.error("%s cannot be served: %s: %s", context.model_name, type(error).__name__, error)
             raise
         model = ServedModel.of(engine, aliases=(context.model_name,))
-        metrics = MetricsReporter(engine.stats, context.metrics, context.model_name)
-        self.round_trip = RoundTrip(engine, model, metrics.finished, _restart_worker)
         atexit.register(engine.shutdown)
+        # With asyncCommunication TorchServe copies the context for every request: what it copies must not change.
+        metrics = MetricsReporter(engine.stats, copy.deepcopy(context.metrics), context.model_name)
+        if isinstance(engine, RebuiltEngine):
+            self.async_bridge = AsyncBridge(engine, model, metrics.finished)
+            return
+        self.round_trip = RoundTrip(engine, model, metrics.finished, _restart_worker)
         if (batch_size := context.system_properties.get("batch_size") or 0) < options.max_num_seqs:
             logger.warning(
                 "batchSize %d is below max_num_seqs %d: TorchServe lets in fewer requests than could run; raise it",
@@ -59,8 +75,10 @@ class IFBHandler:
         """Tell each client what is new for it."""
         return self.round_trip.replies(context)
 
-    def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes | None]:
+    def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes | None] | Awaitable[NoReturn]:
         """One round trip. Never raises: an exception would end every live request."""
+        if self.async_bridge is not None:
+            return self.async_bridge.receive(data, context)
         with self.round_trip.call():
             try:
                 self.preprocess(data, context)

@@ -83,7 +83,7 @@ def test_the_device_is_torchserves_unless_the_options_name_one(
 @pytest.mark.parametrize(
     "top", [{"continuousBatching": False}, {"continuousBatching": None}, {"asyncCommunication": True}]
 )
-def test_without_continuous_batching_the_model_does_not_load(
+def test_without_a_mode_or_with_two_the_model_does_not_load(
     top: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="continuousBatching: true"):

@@ -26,6 +26,7 @@ class Served:
         self.url = server.model_url
         self.bare_url = server.model_url.rpartition("/")[0]
         self.metrics_url = server.metrics_url
+        self.grpc_address = f"127.0.0.1:{server.options.ports.grpc_inference}"
         self.ping_url = f"{server.url}/ping"
         self._management = f"http://127.0.0.1:{server.options.ports.management}/models/{NAME}"
 
@@ -57,9 +58,10 @@ class Served:
 
 
 @contextmanager
-def torchserve(folder: Path, **options: Any) -> Iterator[Served]:
+def torchserve(folder: Path, asynchronous: bool = False, **options: Any) -> Iterator[Served]:
     """Archive the embedded model with these engine options, start TorchServe, and stop it with all its processes."""
-    archive = build_archive(NAME, {"model": "smollm2-135m", "device": "cpu", **options}, folder)
+    options = {"model": "smollm2-135m", "device": "cpu", **options}
+    archive = build_archive(NAME, options, folder, asynchronous=asynchronous)
     server_options = ServerOptions(
         archive, NAME, Ports.from_first(0, "127.0.0.1"), find_java(), log_folder=folder / "logs", startup_seconds=300
     )

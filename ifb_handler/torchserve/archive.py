@@ -19,6 +19,8 @@ from typing import Literal
 
 import yaml
 
+from ifb_handler.torchserve.options import ASYNC_REQUEST_TIMEOUT
+
 ArchiveFormat = Literal["no-archive", "mar"]
 MODEL_VERSION = "1.0"
 CONFIG_FILE = "model-config.yaml"
@@ -42,20 +44,25 @@ def model_config_template() -> str:
     return resources.files("ifb_handler.config").joinpath(CONFIG_FILE).read_text(encoding="utf-8")
 
 
-def render_model_config(options: Mapping[str, object]) -> str:
+def render_model_config(options: Mapping[str, object], asynchronous: bool = False) -> str:
     """The template with `options` (engine options and `model_path`) filled in; comments and order stay.
 
-    Frontend keys that follow from engine options (batchSize, deviceType) are set too. ArchiveError: a key that the
-    template does not have.
+    Frontend keys that follow from engine options (batchSize, deviceType) are set too. `asynchronous`: served by
+    asyncCommunication, not continuousBatching. ArchiveError: a key that the template does not have.
     """
     text = model_config_template()
+    if asynchronous:
+        options = {"request_timeout": ASYNC_REQUEST_TIMEOUT, **options}
     if "model_path" in options:
         text = _replace_line(text, "  model", f"  model_path: {_scalar(options['model_path'])}")
     for key, value in options.items():
         if key != "model_path":
             text = _replace_line(text, f"  {key}", f"  {key}: {_scalar(value)}")
     running = options.get("max_num_seqs")
-    if isinstance(running, int) and 2 * running > _MIN_BATCH_SIZE:
+    if asynchronous:
+        text = _replace_line(text, "continuousBatching", "asyncCommunication: true")
+        text = _replace_line(text, "batchSize", "batchSize: 1")
+    elif isinstance(running, int) and 2 * running > _MIN_BATCH_SIZE:
         text = _replace_line(text, "batchSize", f"batchSize: {2 * running}")
     if options.get("device") == "cpu":
         text = _replace_line(text, "deviceType", "deviceType: cpu")
@@ -75,6 +82,7 @@ def build_archive(
     *,
     archive_format: ArchiveFormat = "no-archive",
     weights: Path | None = None,
+    asynchronous: bool = False,
     force: bool = False,
 ) -> Path:
     """Write `export_path/name` (a folder) or `export_path/name.mar` and return its path.
@@ -100,7 +108,7 @@ def build_archive(
             options["model_path"] = _stage_weights(weights, Path(scratch, "extra"))
             extra = ["--extra-files", str(Path(scratch, "extra"))]
         config = Path(scratch, CONFIG_FILE)
-        config.write_text(render_model_config(options), encoding="utf-8")
+        config.write_text(render_model_config(options, asynchronous), encoding="utf-8")
         temporary = Path(scratch, "tmp")
         temporary.mkdir()
         # zip-store is a .mar too: weights hardly compress, and deflating gigabytes takes minutes.

@@ -11,16 +11,22 @@ from ifb_handler.engine.errors import ConfigError
 
 SECTION = "handler"
 MODEL_PATH = "model_path"
+ASYNC = "asyncCommunication"
+MODES = ("continuousBatching", ASYNC)
+# With asyncCommunication a client that has hung up is not seen, so that there every request has an end (seconds).
+ASYNC_REQUEST_TIMEOUT = 600.0
 
 
 def read_options(context: Any) -> EngineConfig:
     """The engine's options for the model that TorchServe's `context` describes. Raises ConfigError."""
     config: Mapping[str, Any] = context.model_yaml_config or {}
-    _check_mode(config)
+    asynchronous = is_asynchronous(context)
     options = config.get(SECTION) or {}
     if not isinstance(options, Mapping):
         raise ConfigError(f"{SECTION}: {options!r} is not a section of options")
     options = dict(options)
+    if asynchronous:
+        options.setdefault("request_timeout", ASYNC_REQUEST_TIMEOUT)
     properties = context.system_properties
     if MODEL_PATH in options:
         path = options.pop(MODEL_PATH)
@@ -32,14 +38,21 @@ def read_options(context: Any) -> EngineConfig:
     return EngineConfig.from_mapping(options)
 
 
-def _check_mode(config: Mapping[str, Any]) -> None:
-    if config.get("asyncCommunication"):
-        raise ConfigError("asyncCommunication: is not supported; set continuousBatching: true in model-config.yaml")
-    if config.get("continuousBatching") is not True:
+def is_asynchronous(context: Any) -> bool:
+    """Whether the model is served by `asyncCommunication: true`, not by `continuousBatching: true`. Raises ConfigError
+    when it is neither or both."""
+    config: Mapping[str, Any] = context.model_yaml_config or {}
+    chosen = [mode for mode in MODES if config.get(mode) not in (None, False)]
+    if len(chosen) != 1 or config[chosen[0]] is not True:
+        given = ", ".join(f"{mode}: {config.get(mode)!r}" for mode in MODES)
         raise ConfigError(
-            f"continuousBatching: {config.get('continuousBatching')!r} is not true; in-flight batching needs "
-            "`continuousBatching: true` at the top level of model-config.yaml"
+            f"{given}: one of them must be true, at the top level of model-config.yaml; `continuousBatching: true` is "
+            "the usual one, `asyncCommunication: true` is for gRPC clients that want each token"
         )
+    batch_size = context.system_properties.get("batch_size")
+    if chosen == [ASYNC] and batch_size != 1:
+        raise ConfigError(f"batchSize: {batch_size} is not 1, as asyncCommunication needs it")
+    return chosen == [ASYNC]
 
 
 def _model_path(path: object, model_dir: Path) -> str:
