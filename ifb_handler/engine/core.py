@@ -30,6 +30,7 @@ from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.engine.scheduler import Schedule, Scheduler
+from ifb_handler.engine.token_masks import Filling, MaskFiller
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class EngineCore:
         self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config))
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
+        self.mask_filler = MaskFiller(executor.vocab_size, executor.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_preemptions = 0
@@ -111,13 +113,14 @@ class EngineCore:
         used_blocks = self.pool.num_used
         try:
             batch = Batch.build(schedule.num_tokens, self.pool)
+            masks = self.mask_filler.begin([batch.requests[row] for row in batch.sample_rows.tolist()])
             scheduled = time.perf_counter()
             if schedule.copies:
                 self.executor.copy_pages(schedule.copies)
             logits = self.executor.execute(batch)
             read_prompts(batch, self.executor)
             executed = time.perf_counter()
-            tokens = self._sample(batch, logits)
+            tokens = self._sample(batch, logits, masks)
             sampled = time.perf_counter()
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
@@ -150,7 +153,9 @@ class EngineCore:
         self.num_steps += 1
         return StepResult(outputs, record)
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[tuple[int, TokenLogprobs | None]]:
+    def _sample(
+        self, batch: Batch, logits: torch.Tensor, masks: Filling | None
+    ) -> list[tuple[int, TokenLogprobs | None]]:
         """A token for each of the batch's `sample_rows`, with its log probability where it was asked for."""
         if not len(batch.sample_rows):
             return []
@@ -159,7 +164,7 @@ class EngineCore:
         generated = np.fromiter((r.num_generated for r in rows), np.int64, len(rows))
         asking = [i for i, request in enumerate(rows) if request.params.logprobs is not None]
         raw = logits[asking].log_softmax(-1) if asking else None  # before the sampler edits the logits
-        token_ids = self.sampler.sample(logits, slots, generated).tolist()
+        token_ids = self.sampler.sample(logits, slots, generated, masks and masks.result()).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             chosen = [max(token_ids[i], 0) for i in asking]  # who is given INVALID_TOKEN hears of no logprobs
@@ -182,6 +187,11 @@ class EngineCore:
         return [self._append(batch.requests[row], *token) for row, token in zip(rows, tokens, strict=True)]
 
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        matcher = request.matcher
+        if matcher is not None and token_id != INVALID_TOKEN:
+            matcher.accept(token_id)
+        if matcher is not None and matcher.error:
+            return self._fail(request, f"the answer's grammar ended it: {matcher.error}")
         if token_id == INVALID_TOKEN:
             return self._fail(request, "the model gave no usable logits (NaN, or no token allowed)")
         if request.state is RequestState.PREFILL:
@@ -192,7 +202,7 @@ class EngineCore:
         request.tokens.append(token_id)
         self.generation_tokens += 1
         try:
-            news = request.text.append(token_id)
+            news = request.text.append(token_id, complete=matcher is not None and matcher.is_complete)
         except Exception as error:  # one request's text must not end its neighbours
             logger.exception("request %s: its text could not be made", request.request_id)
             return self._fail(request, f"the text of token {token_id} could not be made: {error}")
@@ -209,6 +219,7 @@ class EngineCore:
         self.finished[reason.value] += 1
         request.times.finished = time.monotonic()
         request.finish_reason = reason
+        request.matcher = None
         return self._output(request)
 
     def _fail(self, request: Request, error: str) -> RequestOutput:

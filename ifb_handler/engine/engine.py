@@ -24,6 +24,7 @@ from ifb_handler.engine.core import EngineCore, StepResult
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
 from ifb_handler.engine.errors import EngineStoppedError, QueueFullError, RequestError
 from ifb_handler.engine.executor import Executor
+from ifb_handler.engine.grammar import Grammars
 from ifb_handler.engine.mailbox import Mailbox
 from ifb_handler.engine.model_executor import ModelExecutor
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
@@ -77,6 +78,7 @@ class Engine:
         self.pool_bytes = executor.pool_bytes
         self._core = EngineCore(executor, config)
         self.max_model_len = self._core.max_request_len
+        self._grammars = Grammars(tokenizer, executor.vocab_size, executor.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._changed = threading.Condition()  # guards all that follows
         self._answers: dict[str, Answers] = {}  # by the ids of the live requests
@@ -94,6 +96,15 @@ class Engine:
 
     # The door: any thread.
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `submit` needs of `params.structured`: seconds at worst, and then at once for long.
+
+        Raises RequestError naming the field if it cannot be compiled. `submit` does it, too; who must not wait there
+        prepares on a thread that may.
+        """
+        if params.structured is not None:
+            self._grammars.get(params.structured)
+
     def submit(self, request: GenerationRequest, mailbox: Mailbox) -> None:
         """Queue a request; its outputs come to `mailbox`, the last one of each of its `n` answers with a finish_reason.
 
@@ -104,6 +115,7 @@ class Engine:
         params = sequence_params(request.params)
         if params.bad_words:
             params = dataclasses.replace(params, bad_words=tokenize(params.bad_words, self.tokenizer))
+        grammar = None if params.structured is None else self._grammars.get(params.structured)
         texts = [
             OutputAssembler(
                 params,
@@ -127,7 +139,8 @@ class Engine:
             self._answers[request.request_id] = answers
             for index, (sequence_id, text) in enumerate(zip(ids, texts, strict=True)):
                 sequence = dataclasses.replace(request, request_id=sequence_id, params=params)
-                self._submitted.append(Request(sequence, self._num_arrived, sequence_seed(seed, index), text))
+                matcher = None if grammar is None else grammar.matcher()
+                self._submitted.append(Request(sequence, self._num_arrived, sequence_seed(seed, index), text, matcher))
                 self._sequences[sequence_id] = answers
                 self._num_arrived += 1
             self._changed.notify_all()
@@ -189,6 +202,7 @@ class Engine:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self._grammars.close()
 
     @property
     def is_healthy(self) -> bool:

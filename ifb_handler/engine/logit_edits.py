@@ -50,7 +50,9 @@ class LogitEdits:
         if params.bad_words:
             self._bad_words[slot] = BadWords(params.bad_words)
         if params.min_tokens:
-            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+            # A constrained request's mask says where it may end.
+            no_eos = params.ignore_eos or params.structured is not None
+            stops = {*(params.stop_token_ids or ()), *(() if no_eos else self._eos_token_ids)}
             self._stops[slot] = np.array(sorted(stops), np.int64)
         self.active[slot] = self._penalties.active[slot] or any(
             slot in settings for settings in (self._biases, self._allowed, self._stops, self._bad_words)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ifb_handler.engine.grammar import Matcher
 from ifb_handler.engine.outputs import FinishReason, RequestTimes, TokenLogprobs
 from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.stopping import OutputAssembler
@@ -56,6 +57,7 @@ class Request:
     num_computed    how many of `tokens` have their keys and values in the pool
     slot            the row of the pool's block tables while it runs, else None
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
+    matcher         how far the answer has come in the grammar that it is held to, if any; it outlives preemption
     prompt_logprobs one for each token of the prompt so far (None for the first), if it asks for them, else None
 
     Of the prefix cache:
@@ -64,7 +66,14 @@ class Request:
     cache_node, cache_depth    while it runs: the tree's node of the last page that the cache knows, and its depth
     """
 
-    def __init__(self, request: GenerationRequest, arrival: int, seed: int, text: OutputAssembler) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        arrival: int,
+        seed: int,
+        text: OutputAssembler,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.request_id = request.request_id
         self.params = request.params
         self.arrival = arrival
@@ -73,6 +82,7 @@ class Request:
         self.num_passed_over = 0
         self.seed = seed
         self.text = text
+        self.matcher = matcher
         self.tokens = array("q", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (

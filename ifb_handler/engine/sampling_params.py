@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ifb_handler.engine.errors import RequestError
+from ifb_handler.engine.structured import StructuredOutput
 
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-5
@@ -41,6 +42,9 @@ class SamplingParams:
     stop                       text that ends the answer, not part of it unless include_stop_str_in_output
     stop_token_ids             token ids that end the answer beside the model's own end-of-sequence ids
     ignore_eos                 do not stop at the model's end-of-sequence ids
+    structured                 the form that the answer is held to. It ends when that is fulfilled: if nothing can
+                               follow, or at an end-of-sequence id, which can come nowhere else; before min_tokens
+                               only if there is no other way on, and whatever ignore_eos says
     skip_special_tokens        leave special tokens out of the text
     """
 
@@ -66,6 +70,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
@@ -123,6 +128,8 @@ class SamplingParams:
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise RequestError(f"{field}: {getattr(self, field)!r} is not true or false", field)
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise RequestError(f"structured: {self.structured!r} is not a StructuredOutput", "structured")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stops))

@@ -108,14 +108,20 @@ class OutputAssembler:
         self.num_generated = 0
         self.max_tokens = max_tokens
         self._min_tokens = params.min_tokens
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._all_eos = frozenset(eos_token_ids)
+        self._eos = frozenset() if params.ignore_eos else self._all_eos
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._strings = StopStrings(params.stop or (), params.include_stop_str_in_output)
         self._detokenizer = detokenizer
 
-    def append(self, token_id: int) -> Delta:
-        """Takes the next generated token; cost does not grow with the answer."""
+    def append(self, token_id: int, complete: bool = False) -> Delta:
+        """Takes the next generated token; cost does not grow with the answer.
+
+        complete    the answer is held to a grammar and ends with this token, whatever `min_tokens` and `ignore_eos` say
+        """
         self.num_generated += 1
+        if complete and token_id in self._all_eos:
+            return Delta(self._strings.flush(), FinishReason.STOP)
         if self.num_generated >= self._min_tokens:
             if token_id in self._eos:
                 return Delta(self._strings.flush(), FinishReason.STOP)
@@ -125,6 +131,8 @@ class OutputAssembler:
         text, stop = self._strings.push(text, may_stop=self.num_generated > self._min_tokens)
         if stop is not None:
             return Delta(text, FinishReason.STOP, stop)
+        if complete:
+            return Delta(text + self._strings.flush(), FinishReason.STOP)
         if self.num_generated >= self.max_tokens:
             return Delta(text + self._strings.flush(), FinishReason.LENGTH)
         return Delta(text)
