@@ -120,7 +120,9 @@ class Answer(ABC):
         Raises the APIError that the client must hear if it says that all is lost.
         """
         if output.finish_reason is FinishReason.ERROR:
-            raise APIError(500, f"generation failed: {output.error or 'the engine gave no reason'}")
+            status = 400 if output.error_param else 500
+            message = f"generation failed: {output.error or 'the engine gave no reason'}"
+            raise APIError(status, message, param=output.error_param)
         if output.finish_reason is FinishReason.ABORT:
             raise APIError(503, "generation was aborted: the engine is stopping", code="engine_stopped")
         _, _, part = output.request_id.partition(_PART)

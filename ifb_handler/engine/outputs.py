@@ -51,7 +51,7 @@ class RequestOutput:
     num_generated_tokens    the total so far
     finish_reason           set on the last output only
     stop_reason             the stop string or stop token id that ended it; None for the model's own EOS
-    error                   what went wrong, with finish_reason `error`
+    error, error_param      what went wrong, with finish_reason `error`, and the field of the request at fault, if one is
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_param: str | None = None
     times: RequestTimes = field(default_factory=lambda: RequestTimes(0.0))
 
     @property
