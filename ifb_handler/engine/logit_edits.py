@@ -83,7 +83,7 @@ class LogitEdits:
         if limited:
             at, _ = _places(logits, *zip(*limited, strict=True))
             kept = logits[at]
-            logits[torch.tensor([row for row, _ in limited], device=logits.device)] = -torch.inf
+            logits.index_fill_(0, torch.tensor([row for row, _ in limited], device=logits.device), -torch.inf)
             logits[at] = kept
         forbidden = [
             (row, self._bad_words[slot].forbidden_after(*self._texts[slot]))

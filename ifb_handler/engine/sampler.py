@@ -30,6 +30,7 @@ _NO_LIMIT = 2**31 - 1
 # Rows that need their tokens in order are tried on this many candidates first: few rows need more, and a full sort
 # costs some thirty times as much.
 _CANDIDATES = (128, 4096)
+_BLOCK = 64
 # Most elements of a chunk of rows: bounds the memory of the 8-byte copies of the logits (several times 8 bytes each).
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 
@@ -131,7 +132,7 @@ def kept_weights(
         rows = _to_device(np.flatnonzero(~needs_order), logits)
         kept = probs if not needs_order.any() else probs[rows]
         if state.min_p[slots].any():
-            kept = kept.masked_fill(kept < min_p[rows].float() * kept.amax(-1, keepdim=True), 0.0)
+            kept = kept * (kept >= min_p[rows].float() * kept.amax(-1, keepdim=True)).float()
         yield rows, None, _weights(kept)
     rows = _to_device(np.flatnonzero(needs_order), logits)
     for width in (*_CANDIDATES, vocab_size):
@@ -189,16 +190,28 @@ def in_order(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _weights(probs: torch.Tensor) -> torch.Tensor:
-    return probs.double().mul_(_WEIGHT_OF_ONE).long()
+    return (probs * _WEIGHT_OF_ONE).long()  # exact: a power of two
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first column whose running sum is above `uniforms` times the whole: int64 [R]."""
-    sums = weights.cumsum(-1)
+    """The first column whose running sum is above `uniforms` times the whole: int64 [R].
+
+    First the block of columns, then the column in it: the running sum of all of them would cost more.
+    """
+    size = _BLOCK if weights.shape[1] % _BLOCK == 0 else weights.shape[1]
+    blocks = weights.unflatten(1, (-1, size))
+    sums = blocks.sum(-1).cumsum(-1)
     total = sums[:, -1]
     target = torch.minimum((uniforms * total.double()).long(), total - 1)
+    block = _first_above(sums, target)
+    within = blocks[torch.arange(len(blocks), device=blocks.device), block].cumsum(-1)
+    before = sums.gather(1, block[:, None]).squeeze(1) - within[:, -1]
+    return block * size + _first_above(within, target - before)
+
+
+def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     column = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
-    return column.clamp_(max=weights.shape[1] - 1)  # only a row that can not be sampled goes beyond
+    return column.clamp_(max=sums.shape[1] - 1)  # only a row that can not be sampled goes beyond
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
