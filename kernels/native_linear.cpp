@@ -69,7 +69,8 @@ void linear(float* y, const float* x, int64_t x_stride, const T* packed, const f
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t chunk = threads == 1 ? rows : (blocks + chunks_wanted - 1) / chunks_wanted * kRows;
   const int64_t chunks = chunk ? (rows + chunk - 1) / chunk : 0;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+  // Tasks are dealt as threads become free: one that the system has put aside holds up a task, not its share of them.
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t p = 0; p < panels; ++p)
     for (int64_t c = 0; c < chunks; ++c) {
       const int width = int(std::min<int64_t>(kPanel, out - p * kPanel));
