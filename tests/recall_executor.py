@@ -71,7 +71,7 @@ class RecallExecutor(Executor):
         return self.logits_at(batch.sample_tokens)
 
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
-        logits = torch.zeros(len(places), VOCAB_SIZE)
+        logits = torch.zeros(len(places), self.vocab_size)
         for i, place in enumerate(places.tolist()):
             row = int(np.searchsorted(self.batch.query_starts, place, side="right")) - 1
             length = int(self.batch.positions[place]) + 1

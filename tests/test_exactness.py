@@ -216,6 +216,15 @@ def test_answers_are_exact_in_every_mode(
     run_at_random(*llama_and_cases, num_blocks, max_num_seqs=6, budget=48, seed=3, **chosen)
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_answers_are_exact_when_preempted_requests_are_swapped(
+    llama_and_cases: tuple[ModelExecutor, list[Case]], enable_prefix_caching: bool
+) -> None:
+    modes = {"swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": enable_prefix_caching}
+    core = run_at_random(*llama_and_cases, 20, max_num_seqs=6, budget=48, seed=3, **modes)
+    assert core.num_swapped_pages > 0
+
+
 @pytest.fixture
 def tiny_llama(tmp_path: Path) -> Iterator[Path]:
     import torch

@@ -39,6 +39,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "longest_prefix_match", "shortest_job_first"),
     "prefill_priority": ("decode_first", "prefill_first"),
     "capacity": ("max_utilization", "guaranteed_no_evict"),
+    "preemption_mode": ("auto", "recompute", "swap"),
     "kv_reservation": ("on_demand", "max_length"),
 }
 
@@ -59,6 +60,8 @@ class EngineConfig:
     max_num_seqs               most requests in the running batch
     max_num_batched_tokens     token budget of one step: decodes first, then prefill chunks; None: 256 on a CPU, 2048 on
                                a GPU, or max_num_seqs if that is more
+    target_itl_ms              milliseconds between two tokens of an answer to aim at: the token budget adapts to it;
+                               None: the budget is always the same
     batching                   continuous, or static: a batch is formed when nothing runs, and none joins it
     scheduling_policy          who is admitted first: fcfs, priority, longest_prefix_match or shortest_job_first
     prefill_priority           decode_first (no answer stalls) or prefill_first (prompts before answers)
@@ -66,6 +69,8 @@ class EngineConfig:
     capacity                   max_utilization (admit while there are pages, preempt when there are none) or
                                guaranteed_no_evict (admit only what can run to its end)
     kv_reservation             on_demand, or max_length: pages for the longest answer when a request comes in
+    swap_space                 GiB of host memory for the pages of preempted requests; 0: they are computed again
+    preemption_mode            auto (what is cheaper), recompute or swap
     max_num_waiting            most requests in the waiting queue; one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
     enable_prefix_caching      keep the keys and values of prompts that have ended, for others that begin alike
@@ -96,12 +101,15 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    target_itl_ms: float | None = None
     batching: str = "continuous"
     scheduling_policy: str = "fcfs"
     prefill_priority: str = "decode_first"
     enable_chunked_prefill: bool = True
     capacity: str = "max_utilization"
     kv_reservation: str = "on_demand"
+    swap_space: float = 0.0
+    preemption_mode: str = "auto"
     max_num_waiting: int = 1024
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -151,6 +159,10 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
         if not (math.isfinite(self.cpu_kv_cache_gib) and self.cpu_kv_cache_gib > 0):
             raise ConfigError(f"cpu_kv_cache_gib: {self.cpu_kv_cache_gib} is not above 0")
+        if self.target_itl_ms is not None and not (math.isfinite(self.target_itl_ms) and self.target_itl_ms > 0):
+            raise ConfigError(f"target_itl_ms: {self.target_itl_ms} is not above 0")
+        if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
+            raise ConfigError(f"swap_space: {self.swap_space} is not 0 or above")
         if self.request_timeout is not None and not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
             raise ConfigError(f"request_timeout: {self.request_timeout} is not above 0")
         if self.seed is not None and not 0 <= self.seed < 2**64:

@@ -16,6 +16,7 @@ from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.latency_target import LatencyTarget
 from ifb_handler.engine.logprobs import read_prompts, token_logprobs
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord, TokenLogprobs
 from ifb_handler.engine.policies import (
@@ -29,8 +30,12 @@ from ifb_handler.engine.policies import (
 from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
+from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.scheduler import Schedule, Scheduler
+from ifb_handler.engine.swap_space import SwapSpace
 from ifb_handler.engine.token_masks import Filling, MaskFiller
+
+_GIB = 1 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +57,16 @@ class EngineCore:
         self.executor = executor
         self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
         self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config))
+        target = config.target_itl_ms
+        self.latency_target = None if target is None else LatencyTarget(target / 1e3, budget)
+        swap = SwapSpace(executor.allocate_swap_space(int(config.swap_space * _GIB)), config.preemption_mode)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config), swap)
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.mask_filler = MaskFiller(executor.vocab_size, executor.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_swapped_pages = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = {reason.value: 0 for reason in FinishReason}
@@ -89,6 +98,9 @@ class EngineCore:
     def schedule(self) -> Schedule | None:
         """Decide the next step: check, evict, fill. None if there is nothing to run."""
         started = time.perf_counter()
+        if self.latency_target is not None:
+            decoding = sum(request.state is RequestState.DECODE for request in self.scheduler.running)
+            self.scheduler.max_num_batched_tokens = self.latency_target.budget(decoding)
         schedule = self.scheduler.schedule()
         if not schedule.num_tokens:
             return None
@@ -115,13 +127,15 @@ class EngineCore:
             batch = Batch.build(schedule.num_tokens, self.pool)
             masks = self.mask_filler.begin([batch.requests[row] for row in batch.sample_rows.tolist()])
             scheduled = time.perf_counter()
-            if schedule.copies:
-                self.executor.copy_pages(schedule.copies)
+            self._move_pages(schedule)
+            moved = time.perf_counter()
             logits = self.executor.execute(batch)
             read_prompts(batch, self.executor)
             executed = time.perf_counter()
             tokens = self._sample(batch, logits, masks)
             sampled = time.perf_counter()
+            if len(prefill) and len(batch.token_ids) > 2 * len(decode):
+                self.scheduler.swap.measured(executed - moved, num_tokens=len(batch.token_ids))
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
             alive = [r for r in schedule.num_tokens if r.state is not RequestState.FINISHED]
@@ -137,6 +151,8 @@ class EngineCore:
                 "sampling": sampled - executed,
             }
             seconds["bookkeeping"] = committed - sampled
+            if self.latency_target is not None:
+                self.latency_target.observe(len(batch.token_ids), time.perf_counter() - started)
         record = StepRecord(
             step=self.num_steps,
             started=started,
@@ -152,6 +168,19 @@ class EngineCore:
         )
         self.num_steps += 1
         return StepResult(outputs, record)
+
+    def _move_pages(self, schedule: Schedule) -> None:
+        if schedule.swap_out or schedule.swap_in:
+            started = time.perf_counter()
+            if schedule.swap_out:
+                self.executor.swap_out(schedule.swap_out)
+            if schedule.swap_in:
+                self.executor.swap_in(schedule.swap_in)
+            num_pages = len(schedule.swap_out) + len(schedule.swap_in)
+            self.num_swapped_pages += num_pages
+            self.scheduler.swap.measured(time.perf_counter() - started, num_pages=num_pages)
+        if schedule.copies:
+            self.executor.copy_pages(schedule.copies)
 
     def _sample(
         self, batch: Batch, logits: torch.Tensor, masks: Filling | None
@@ -191,9 +220,11 @@ class EngineCore:
         if matcher is not None and token_id != INVALID_TOKEN:
             matcher.accept(token_id)
         if matcher is not None and matcher.error:
-            return self._fail(request, f"the answer's grammar ended it: {matcher.error}")
+            return self._fail(request, f"the answer's grammar ended it: {matcher.error}", _restriction(request.params))
         if token_id == INVALID_TOKEN:
-            return self._fail(request, "the model gave no usable logits (NaN, or no token allowed)")
+            field = _restriction(request.params)
+            why = f"{field} leaves no token to generate" if field else "the model gave no usable logits (NaN)"
+            return self._fail(request, why, field)
         if request.state is RequestState.PREFILL:
             request.move(RequestState.DECODE)
         if request.times.first_token is None:
@@ -222,9 +253,9 @@ class EngineCore:
         request.matcher = None
         return self._output(request)
 
-    def _fail(self, request: Request, error: str) -> RequestOutput:
+    def _fail(self, request: Request, error: str, param: str | None = None) -> RequestOutput:
         output = self._finish(request, FinishReason.ERROR)
-        output.error = error
+        output.error, output.error_param = error, param
         return output
 
     def _output(self, request: Request) -> RequestOutput:
@@ -269,3 +300,10 @@ def _policies(config: EngineConfig) -> Policies:
         kv_reservation=KV_RESERVATION[config.kv_reservation](),
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
+
+
+def _restriction(params: SamplingParams) -> str | None:
+    """The field that forbids most tokens, if one does: at fault when none is left."""
+    if params.structured is not None:
+        return params.structured.field
+    return next((name for name in ("allowed_token_ids", "bad_words", "logit_bias") if getattr(params, name)), None)

@@ -38,6 +38,18 @@ class Executor(ABC):
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
         """Logits, float32 [N, V], after more tokens of the batch last executed: int64 [N], flat indices into it."""
 
+    def allocate_swap_space(self, num_bytes: int) -> int:
+        """Set memory of the host aside for pages -> how many it holds; 0 where swapping is not supported."""
+        return 0
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages of keys and values from the pool to host pages, (from, to), all layers."""
+        raise RuntimeError(f"{type(self).__name__} has no swap space")
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy host pages back to the pool, (from, to)."""
+        raise RuntimeError(f"{type(self).__name__} has no swap space")
+
     @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages of keys and values, (from, to), all layers. Every page is read before any is written."""

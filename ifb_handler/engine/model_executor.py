@@ -90,6 +90,33 @@ class ModelExecutor(Executor):
             for tensor in layer.tensors():
                 tensor[target] = tensor[source]
 
+    def allocate_swap_space(self, num_bytes: int) -> int:
+        num_pages = num_bytes // (self.pool_bytes // self.num_blocks)
+        if num_pages:
+            pinned = self.device.type != "cpu"
+            self._host = [
+                torch.empty((num_pages, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
+                for layer in self.pages
+                for tensor in layer.tensors()
+            ]
+        return num_pages
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        self._move(pairs, out=True)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        self._move(pairs, out=False)
+
+    @torch.inference_mode()
+    def _move(self, pairs: list[tuple[int, int]], out: bool) -> None:
+        source, target = torch.tensor(pairs).T
+        pool = (tensor for layer in self.pages for tensor in layer.tensors())
+        for ours, host in zip(pool, self._host, strict=True):
+            if out:
+                host[target] = ours[source.to(self.device)].to("cpu")
+            else:
+                ours[target.to(self.device)] = host[source].to(self.device)
+
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 

@@ -54,6 +54,7 @@ class Request:
     tokens          prompt and generated ids together: after a preemption all of them are prefilled again
     arrival         its number in the order of arrival
     num_preemptions, num_passed_over    how often it lost its pages; how often a later arrival was admitted before it
+    swapped, num_swapped    while it waits after a preemption: its pages in host memory, and how many tokens they hold
     num_computed    how many of `tokens` have their keys and values in the pool
     slot            the row of the pool's block tables while it runs, else None
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
@@ -79,6 +80,8 @@ class Request:
         self.arrival = arrival
         self.priority = request.priority
         self.num_preemptions = 0
+        self.swapped: list[int] = []
+        self.num_swapped = 0
         self.num_passed_over = 0
         self.seed = seed
         self.text = text

@@ -14,6 +14,7 @@ from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.policies import Policies
 from ifb_handler.engine.prefix_cache import NOTHING, Prefix, PrefixCache
 from ifb_handler.engine.request import Request, RequestState
+from ifb_handler.engine.swap_space import SwapSpace
 
 # A request that has been preempted this often is not preempted again while there is another, and comes back only when
 # there are pages for its longest answer.
@@ -28,7 +29,8 @@ class Schedule:
     num_tokens    tokens to compute, by request
     admitted      who came in from the queue
     preempted     who was sent back to it
-    copies        pages to copy before all else, (from, to): copy-on-write of a page whose beginning is known
+    swap_out, swap_in, copies    pages to move before all else, in this order, each (from, to): a preempted request's to
+                  host memory; from there those of one that comes back; copy-on-write of one whose beginning is known
     seconds       what it took to decide
     """
 
@@ -36,6 +38,8 @@ class Schedule:
     num_tokens: dict[Request, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -50,10 +54,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         cache: PrefixCache | None = None,
         policies: Policies | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.policies = policies or Policies()
+        self.swap = swap or SwapSpace(0)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []
@@ -66,6 +72,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Fill one step. It is empty only if nothing waits and nothing runs."""
         step = Schedule(self.max_num_batched_tokens)
+        self.swap.next_step()
         self.policies.prefill_priority.fill(self, step)
         step.num_tokens |= dict.fromkeys(self.ended, 1)
         return step
@@ -93,26 +100,34 @@ class Scheduler:
         if not self.waiting or not self.policies.batching.may_admit(len(self.running)):
             return
         for request in list(self.policies.ordering.in_order(self.waiting, self.cache)):
-            # All of a static batch comes in at once, whatever the budget.
-            if len(self.running) == self.max_num_seqs or not (step.budget or self.policies.batching.keeps_ended):
+            if len(self.running) == self.max_num_seqs:
                 break
-            known = self.cache.match(request) if self.cache is not None else NOTHING
+            known = NOTHING if self.cache is None or request.swapped else self.cache.match(request)
             if known is None:
                 continue
+            num_pending = len(request.tokens) - len(known.nodes) * self.pool.block_size
+            # All of a static batch comes in at once, whatever the budget.
+            if not (self._chunk(num_pending, step) or self.policies.batching.keeps_ended):
+                break
             if not self._admit(request, known, step):
                 break
             step.admitted.append(request)
             self._take_chunk(request, step)
 
     def _take_chunk(self, request: Request, step: Schedule) -> None:
-        chunk = min(request.num_pending, step.budget)
-        if not self.policies.enable_chunked_prefill and chunk < request.num_pending:
-            # Whole or not at all; but one that is longer than any budget must run some day, alone of its kind.
-            prefills = any(r.state is RequestState.PREFILL for r in step.num_tokens)
-            chunk = 0 if prefills or not step.budget else request.num_pending
+        chunk = self._chunk(request.num_pending, step)
         if chunk:
             step.num_tokens[request] = chunk
             step.budget = max(0, step.budget - chunk)
+
+    def _chunk(self, num_pending: int, step: Schedule) -> int:
+        """How many of a prompt's `num_pending` tokens the step has room for."""
+        chunk = min(num_pending, step.budget)
+        if chunk < num_pending and not self.policies.enable_chunked_prefill:
+            # Whole or not at all; but one that is longer than any budget must run some day, alone of its kind.
+            prefills = any(r.state is RequestState.PREFILL for r in step.num_tokens)
+            return 0 if prefills or not step.budget else num_pending
+        return chunk
 
     def _make_room(self, request: Request, step: Schedule) -> bool:
         """A page for the next token of `request`, if need be from another, or from itself: then it is not True."""
@@ -125,9 +140,17 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
-        """By recompute: its pages go, its tokens stay, and it waits to be prefilled again."""
+        """Its pages go, to host memory or to be computed again; its tokens stay, and it waits to come back."""
         step.budget += step.num_tokens.pop(victim, 0)
         step.preempted.append(victim)
+        computed = self.pool.pages_for(victim.num_computed)
+        arrived_now = victim in step.admitted  # its pages are not filled before the step is executed
+        if arrived_now:
+            step.admitted.remove(victim)
+        elif self.swap.worth_it(victim.num_computed, computed):
+            victim.swapped = self.swap.take(computed)
+            victim.num_swapped = victim.num_computed
+            step.swap_out += zip(self.pool.tables[victim.slot, :computed].tolist(), victim.swapped, strict=True)
         self._release(victim)
         victim.num_computed = 0
         victim.num_preemptions += 1
@@ -155,6 +178,11 @@ class Scheduler:
         if known.tail is not None and known.tail.page is not None:  # it may just have been reclaimed
             step.copies.append((known.tail.page, int(self.pool.tables[request.slot, len(known.nodes)])))
             request.num_computed += known.num_tail
+        if request.swapped:
+            pages = self.pool.tables[request.slot, : len(request.swapped)].tolist()
+            step.swap_in += zip(request.swapped, pages, strict=True)
+            request.num_computed = request.num_swapped
+            self._leave_swap_space(request)
         if self.cache is not None:
             self.cache.start(request, known, request.num_computed)
         request.move(RequestState.PREFILL)
@@ -164,6 +192,13 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.running.remove(request)
         self._close(request)
+        self._close_ended_batch()
+
+    def _close_ended_batch(self) -> None:
+        """A static batch is over when none of it runs: what it has carried on as padding goes, too."""
+        if not self.running:
+            while self.ended:
+                self._close(self.ended.pop())
 
     def _close(self, request: Request) -> None:
         pages = self.pool.close(request.slot)
@@ -171,22 +206,24 @@ class Scheduler:
         if self.cache is not None:
             self.cache.stop(request, pages.tolist())
 
+    def _leave_swap_space(self, request: Request) -> None:
+        self.swap.leave(request.swapped)
+        request.swapped = []
+
     def remove(self, request: Request) -> None:
         """Evict a request that has ended, wherever it is; its pages are free at once, unless the batch is static."""
         if request.slot is None:
             self.waiting.remove(request)
+            self._leave_swap_space(request)
         elif self.policies.batching.keeps_ended and request.state is RequestState.DECODE:
+            # As padding it computes its last token but one again and again, which changes nothing.
+            request.num_computed = len(request.tokens) - 2
             self.running.remove(request)
             self.ended.append(request)
-            request.num_computed = (
-                len(request.tokens) - 2
-            )  # computes the last token but one again, which changes nothing
+            self._close_ended_batch()
         else:
             self._release(request)
         request.move(RequestState.FINISHED)
-        if not self.running:
-            while self.ended:
-                self._close(self.ended.pop())
 
     def check(self) -> None:
         """The pool's and the cache's books, and that they agree with the requests'; else RuntimeError."""
@@ -201,6 +238,7 @@ class Scheduler:
                 raise RuntimeError(f"scheduler: {request!r} runs without the pages it needs")
         if any(r.slot is not None or r.num_computed for r in self.waiting):
             raise RuntimeError("scheduler: a waiting request holds a slot")
+        self.swap.check([page for r in self.waiting for page in r.swapped])
         held = sum(int(self.pool.num_pages[r.slot]) for r in (*self.running, *self.ended))
         if held != int(self.pool.num_pages.sum()):
             raise RuntimeError("scheduler: pages are held by no running request")
