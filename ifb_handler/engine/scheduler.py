@@ -132,6 +132,9 @@ class Scheduler:
     def _make_room(self, request: Request, step: Schedule) -> bool:
         """A page for the next token of `request`, if need be from another, or from itself: then it is not True."""
         while not self.pool.extend(request.slot, request.num_computed + 1):
+            if self.ended:  # padding gives way
+                self._close(self.ended.pop())
+                continue
             spared = [r for r in self.running if r.num_preemptions < _MOST_PREEMPTIONS]
             victim = self.policies.ordering.victim(spared or self.running)
             self._preempt(victim, step)
