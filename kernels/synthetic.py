@@ -85,6 +85,21 @@ def synthetic_batch(
     )
 
 
+def of_every_magnitude(head_dim: int, dtype: torch.dtype = torch.float32) -> SyntheticBatch:
+    """One row whose heads' channels range over 20 powers of two, with heads of zeros, of ties, of one large value."""
+    batch = synthetic_batch([(1, 40)], num_heads=2, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (batch.keys, batch.values):
+        tokens *= torch.exp2(torch.randint(-14, 6, tokens.shape, generator=generator))
+        tokens[0] = 0.0
+        tokens[1] = torch.arange(head_dim) - head_dim / 2 + 0.5
+        tokens[1, :, 0] = 127.0  # scale 1 in int8: every other channel lies between two codes
+        tokens[2] = 1e-3
+        tokens[2, :, 0] = 1e4
+        tokens[3] *= 1e-30
+    return batch
+
+
 def _layout(rows: Sequence[tuple[int, int]], tables: torch.Tensor, block_size: int) -> RaggedLayout:
     slots = []
     for table, (query_len, context_len) in zip(tables, rows, strict=True):

@@ -6,7 +6,8 @@ for all of them. A decode row's long context is cut into splits of fixed positio
 merged by a second kernel (FlashDecoding); how it is cut depends on nothing but its own context.
 
 Pages are [num_blocks, num_kv_heads, block_size, head_dim], keys and values alike. Scores, softmax and sums are float32;
-the two products take their operands in the pages' dtype (float32 ones without TF32 rounding).
+the two products take their operands in the pages' dtype (float32 ones without TF32 rounding), or in the queries' where
+pages are quantized. Codes are widened in registers; a key's scale multiplies its scores, a value's scale its channels.
 """
 
 # A Triton kernel's arguments are typed at its launch.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ifb_kernels.layout import LayerKV, RaggedLayout
+from ifb_kernels.triton_kv_quantization import widen_codes
 
 SPLIT_TOKENS = 1024
 _LOG2_E = 1.4426950408889634
@@ -31,6 +33,8 @@ def paged_attention_kernel(
     queries,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     query_starts,
     context_lens,
     block_tables,
@@ -49,12 +53,13 @@ def paged_attention_kernel(
     SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     """Program (b, h, s): the b-th block of query tokens, KV head h, split s of the context.
 
     `scale` includes log2(e); `window` is 0 for none. `partials` is float32 [num_rows, NUM_SPLITS, heads, HEAD_DIM + 2]:
     weighted values, maximum (in powers of two) and sum of a decode row's split. WIDEN: multiply in float32 whatever the
-    pages hold.
+    pages hold. QUANTIZED: pages hold codes; otherwise the scales are not read.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -109,7 +114,8 @@ def paged_attention_kernel(
         mask=in_block[:, None] & (d[None, :] < HEAD_DIM),
         other=0.0,
     )
-    product_type = tl.float32 if WIDEN else key_pages.dtype.element_ty
+    narrow_type = queries.dtype.element_ty if QUANTIZED else key_pages.dtype.element_ty
+    product_type = tl.float32 if WIDEN else narrow_type
     q = q.to(product_type)
     table = block_tables + row.to(tl.int64) * table_stride
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -123,9 +129,15 @@ def paged_attention_kernel(
         at = ((page * NUM_KV_HEADS + kv_head) * PAGE_TOKENS + key % PAGE_TOKENS) * HEAD_DIM
         k = tl.load(key_pages + at[None, :] + d[:, None], mask=present[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
         v = tl.load(value_pages + at[:, None] + d[None, :], mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
-        k = k.to(product_type)
-        v = v.to(product_type)
+        k = widen_codes(k, product_type)
         scores = tl.dot(q, k, input_precision="ieee") * scale
+        if QUANTIZED:
+            at = (page * NUM_KV_HEADS + kv_head) * PAGE_TOKENS + key % PAGE_TOKENS
+            scores = scores * tl.load(key_scales + at, mask=present, other=0.0).to(tl.float32)[None, :]
+            value_scale = tl.load(value_scales + at, mask=present, other=0.0).to(tl.float32)
+            # Not the weights: in float16 they would fall below what it can tell from 0.
+            v = widen_codes(v, tl.float32) * value_scale[:, None]
+        v = v.to(product_type)
         visible = present[None, :] & (key[None, :] <= position[:, None])
         visible = visible & ((window <= 0) | (key[None, :] > position[:, None] - window))
         scores = tl.where(visible, scores, float("-inf"))
@@ -214,7 +226,9 @@ def paged_attention(
     num_rows = layout.context_lens.shape[0]
     window = sliding_window or 0
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    block_m, block_n = tile_sizes(group, head_dim, pages.keys.dtype, layout.max_query_len)
+    quantized = pages.key_scales is not None
+    product_dtype = queries.dtype if quantized else pages.keys.dtype
+    block_m, block_n = tile_sizes(group, head_dim, product_dtype, layout.max_query_len)
     num_splits = triton.cdiv(layout.max_context_len, SPLIT_TOKENS)
     num_splits = triton.next_power_of_2(num_splits)  # few distinct values: each is compiled once
 
@@ -230,6 +244,8 @@ def paged_attention(
         queries,
         pages.keys,
         pages.values,
+        pages.key_scales if quantized else pages.keys,
+        pages.value_scales if quantized else pages.values,
         layout.query_starts,
         layout.context_lens,
         layout.block_tables,
@@ -248,7 +264,8 @@ def paged_attention(
         SPLIT=SPLIT_TOKENS,
         NUM_SPLITS=num_splits,
         # Tensors lie in main memory only in the interpreter, whose products do not know bfloat16 (triton#11584).
-        WIDEN=queries.is_cpu and pages.keys.dtype == torch.bfloat16,
+        WIDEN=queries.is_cpu and product_dtype == torch.bfloat16,
+        QUANTIZED=quantized,
         num_warps=4,
         num_stages=2,
     )

@@ -27,7 +27,11 @@ SHAPES = [
 ]
 # (backend, architecture, threads of a warp) and the shared memory a program may have there, in bytes.
 TARGETS = [("cuda", 80, 32, 163 * 1024), ("cuda", 90, 32, 227 * 1024), ("hip", "gfx942", 64, 64 * 1024)]
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
+POINTERS[torch.uint8] = "*u8"
+# Pages as narrow as the queries, or of codes.
+PAGES = [*((shape, None) for shape in SHAPES), *((SHAPES[i], torch.int8) for i in (0, 4))]
+PAGES += [(SHAPES[i], torch.uint8) for i in (1, 2, 5)]
 
 
 def test_the_kernels_agree_with_the_definition_in_tritons_interpreter() -> None:
@@ -63,17 +67,19 @@ def compile_ahead(kernel: object, types: dict[str, str], constants: dict[str, in
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
-@pytest.mark.parametrize(("head_dim", "group", "dtype", "max_query_len"), SHAPES)
-def test_paged_attention_compiles_without_a_gpu(
-    target: tuple, head_dim: int, group: int, dtype: torch.dtype, max_query_len: int
-) -> None:
+@pytest.mark.parametrize(("shape", "codes"), PAGES)
+def test_paged_attention_compiles_without_a_gpu(target: tuple, shape: tuple, codes: torch.dtype | None) -> None:
     import triton
 
     from ifb_kernels import triton_paged_attention as module
 
+    head_dim, group, dtype, max_query_len = shape
+    scales = torch.bfloat16 if codes else dtype  # where there are none, the pages stand in for them
     block_m, block_n = module.tile_sizes(group, head_dim, dtype, max_query_len)
     types = {
-        **dict.fromkeys(("output", "queries", "key_pages", "value_pages"), POINTERS[dtype]),
+        **dict.fromkeys(("output", "queries"), POINTERS[dtype]),
+        **dict.fromkeys(("key_pages", "value_pages"), POINTERS[codes or dtype]),
+        **dict.fromkeys(("key_scales", "value_scales"), POINTERS[scales]),
         **dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32"),
         **dict.fromkeys(("num_rows", "query_stride", "table_stride", "window"), "i32"),
         "partials": "*fp32",
@@ -90,6 +96,7 @@ def test_paged_attention_compiles_without_a_gpu(
         "SPLIT": module.SPLIT_TOKENS,
         "NUM_SPLITS": 4,
         "WIDEN": False,
+        "QUANTIZED": codes is not None,
     }
     compiled = compile_ahead(module.paged_attention_kernel, types, constants, target)
     assert compiled.asm["hsaco" if target[0] == "hip" else "cubin"]
@@ -134,6 +141,27 @@ def test_merging_splits_and_the_cache_write_compile_without_a_gpu(target: tuple,
         (triton_kv_cache_write.kv_cache_write_kernel, write_types, write_constants),
     ):
         assert compile_ahead(kernel, types, constants, target).asm["hsaco" if target[0] == "hip" else "cubin"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
+@pytest.mark.parametrize(("codes", "dtype"), [(torch.int8, torch.float32), (torch.uint8, torch.bfloat16)])
+def test_the_quantized_cache_write_compiles_without_a_gpu(
+    target: tuple, codes: torch.dtype, dtype: torch.dtype
+) -> None:
+    from ifb_kernels.triton_kv_cache_write import quantized_kv_cache_write_kernel
+
+    types = {
+        **dict.fromkeys(("keys", "values"), POINTERS[dtype]),
+        **dict.fromkeys(("key_pages", "value_pages"), POINTERS[codes]),
+        **dict.fromkeys(("key_scales", "value_scales"), "*bf16"),
+        "slot_mapping": "*i64",
+        "key_stride": "i32",
+        "value_stride": "i32",
+    }
+    constants = {"NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM": 128, "PAGE_TOKENS": 16}
+    compiled = compile_ahead(quantized_kv_cache_write_kernel, types, constants, target)
+    assert compiled.asm["hsaco" if target[0] == "hip" else "cubin"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on CPU")

@@ -12,7 +12,7 @@ import torch
 from ifb_kernels import triton_paged_attention
 from ifb_kernels.backend import select_backend
 from ifb_kernels.layout import LayerKV, RaggedLayout
-from ifb_kernels.synthetic import SyntheticBatch, synthetic_batch
+from ifb_kernels.synthetic import SyntheticBatch, of_every_magnitude, synthetic_batch
 
 CPU = torch.device("cpu")
 TRITON, REFERENCE = select_backend(CPU, "triton"), select_backend(CPU, "reference")
@@ -101,6 +101,41 @@ def test_tokens_lie_where_the_slots_say(dtype: torch.dtype, page_dtype: torch.dt
     written, expected = batch.fill(TRITON, page_dtype), batch.fill(REFERENCE, page_dtype)
     for actual, wanted in zip(written.tensors(), expected.tensors(), strict=True):
         torch.testing.assert_close(actual.transpose(1, 2), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_pages_hold_the_codes_of_the_definition(page_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    batch = of_every_magnitude(20, dtype)
+    pages, expected = batch.fill(TRITON, page_dtype), batch.fill(REFERENCE, page_dtype)
+    for actual, wanted in zip(pages.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(actual.transpose(1, 2).contiguous().view(torch.uint8), wanted.view(torch.uint8))
+
+
+def assert_attends_quantized(batch: SyntheticBatch, page_dtype: torch.dtype, window: int | None = None) -> None:
+    expected_pages = batch.fill(REFERENCE, page_dtype)
+    # Written by the definition: the interpreter takes seconds for it.
+    pages = LayerKV(*(tensor.transpose(1, 2).contiguous() for tensor in expected_pages.tensors()))
+    actual, expected = batch.attend(TRITON, pages, window), batch.attend(REFERENCE, expected_pages, window)
+    assert actual.dtype == batch.queries.dtype
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[actual.dtype])
+
+
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (20, 8)])
+def test_quantized_pages_are_attended(page_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    batch = synthetic_batch(ROWS, num_heads=group, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    assert_attends_quantized(batch, page_dtype)
+
+
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_long_decode_rows_over_quantized_pages_are_split_and_merged(
+    monkeypatch: pytest.MonkeyPatch, page_dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(triton_paged_attention, "SPLIT_TOKENS", 64)
+    batch = synthetic_batch([(1, 257), (9, 200), (1, 128)], num_heads=3, num_kv_heads=1, head_dim=32)
+    assert_attends_quantized(batch, page_dtype, window=100)
 
 
 def test_keys_values_and_queries_may_be_views_of_a_fused_projection() -> None:
