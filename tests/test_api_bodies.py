@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,55 @@ def test_a_bad_value_is_a_400_that_names_its_field(model: ServedModel, param: st
 )
 def test_a_field_whose_value_changes_nothing_is_accepted(model: ServedModel, neutral: dict[str, Any]) -> None:
     ask(model, "v1/completions", {"body": {"prompt": "hello", **neutral}})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json_schema", SCHEMA),
+        ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["yes", "no"]}, "choice", ["yes", "no"]),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
+        ({"structured_outputs": {"json_object": True}}, "json_object", None),
+    ],
+)
+def test_every_way_to_ask_for_a_form_is_understood(
+    model: ServedModel, fields: dict[str, Any], kind: str, value: Any
+) -> None:
+    form = params(ask(model, "v1/completions", {"body": {"prompt": "hello", **fields}})).structured
+    assert form is not None
+    assert (form.kind, form.value) == (kind, value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format.json_schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_a_form_that_cannot_be_is_a_400_that_names_its_field(
+    model: ServedModel, fields: dict[str, Any], param: str
+) -> None:
+    error = refusal(model, "v1/completions", {"prompt": "hello", **fields})
+    assert (error.status, error.param) == (400, param)
 
 
 def test_a_prompt_may_be_token_ids_or_a_list_of_one(model: ServedModel) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from frontend import Client, Frontend
 from tiny_llama import write_tiny_llama
@@ -16,11 +18,11 @@ from ifb_handler.torchserve import conversation
 
 OPTIONS = {
     "max_num_seqs": 4,
-    "num_gpu_blocks_override": 160,
+    "num_gpu_blocks_override": 400,
     "max_num_waiting": 20,
     "default_max_tokens": 8,
-    "max_input_tokens": 300,
-    "max_total_tokens": 480,
+    "max_input_tokens": 600,
+    "max_total_tokens": 900,
     "max_n": 8,
 }
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -30,7 +32,7 @@ MESSAGES = [{"role": "user", "content": "hello fox"}]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    checkpoint = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+    checkpoint = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama", max_model_len=1024)
     frontend = Frontend(tmp_path_factory.mktemp("archive"), {"model_path": str(checkpoint), **OPTIONS})
     yield frontend
     frontend.engine.shutdown()
@@ -165,8 +167,8 @@ def test_cached_tokens_are_counted(frontend: Frontend) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": [5] * 301}, "prompt"),
-        ({"prompt": [5] * 200, "max_tokens": 281}, "max_tokens"),
+        ({"prompt": [5] * 601}, "prompt"),
+        ({"prompt": [5] * 500, "max_tokens": 401}, "max_tokens"),
         ({"prompt": "a", "n": 9}, "n"),
         ({"prompt": "a", "best_of": 9}, "best_of"),
         ({"prompt": ["a"] * 129}, "prompt"),
@@ -181,7 +183,7 @@ def test_more_than_the_server_allows_is_a_400(frontend: Frontend, body: dict[str
 
 def test_without_max_tokens_an_answer_ends_at_max_total_tokens(frontend: Frontend) -> None:
     usage = answered(frontend, "v1/chat/completions", {"messages": MESSAGES, **GREEDY})["usage"]
-    assert usage["total_tokens"] == 480
+    assert usage["total_tokens"] == 900
 
 
 def test_a_full_queue_tells_in_the_body_when_to_come_again(frontend: Frontend) -> None:
@@ -283,7 +285,7 @@ def test_a_bad_tgi_body_has_tgis_status_and_error(frontend: Frontend) -> None:
 
 def test_info_is_tgis(frontend: Frontend) -> None:
     info = answered(frontend, "info", {})
-    assert (info["max_input_tokens"], info["max_total_tokens"]) == (300, 480)
+    assert (info["max_input_tokens"], info["max_total_tokens"]) == (600, 900)
 
 
 def test_kserve_v1_comes_by_torchserves_own_path(frontend: Frontend) -> None:
@@ -307,6 +309,79 @@ def test_kserve_v2_comes_by_torchserves_own_path(frontend: Frontend) -> None:
     alone = [answered(frontend, "", {"prompt": ids, **parameters}) for ids in ([60, 70, 80], [90, 100, 110])]
     assert output["shape"] == [2, 5]
     assert output["data"] == [token for body in alone for token in body["token_ids"]]
+
+
+# Answers of a certain form
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Köln", "Bonn"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"), [("required", None), ({"type": "function", "function": {"name": "weather"}}, "weather")]
+)
+def test_a_call_that_must_be_made_is_made_whatever_the_model_knows(
+    frontend: Frontend, choice: Any, name: str | None
+) -> None:
+    """Streamed and not the same calls, with arguments of the right form, though the model is a random one."""
+    body = {
+        "messages": MESSAGES,
+        "tools": [WEATHER] if name else [WEATHER, TIME],
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "n": 6,
+        "seed": 3,
+    }
+    whole = answered(frontend, "v1/chat/completions", body)
+    client = frontend.send("v1/chat/completions", {**body, "stream": True})
+    frontend.finish(client)
+    streamed: dict[tuple[int, int], dict[str, str]] = {}
+    for event in client.events[:-1]:
+        (told,) = event["choices"]
+        assert not told["delta"].get("content")
+        for call in told["delta"].get("tool_calls", ()):
+            into = streamed.setdefault((told["index"], call["index"]), {"name": "", "arguments": ""})
+            for part, text in call["function"].items():
+                into[part] += text
+    calls = []
+    for told in whole["choices"]:
+        if told["finish_reason"] == "length":
+            continue
+        assert told["finish_reason"] == "tool_calls"
+        for i, call in enumerate(told["message"]["tool_calls"]):
+            calls.append(call)
+            assert call["function"] == streamed[told["index"], i]
+            if call["function"]["name"] == "weather":
+                jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
+            assert call["function"]["name"] in ((name,) if name else ("weather", "time"))
+    assert calls
+
+
+def test_a_form_is_held_to_and_a_bad_one_is_a_400_the_first_time_and_the_second(frontend: Frontend) -> None:
+    chosen = answered(frontend, "v1/completions", {"prompt": "the fox", "guided_choice": ["yes", "no"], "seed": 1})
+    assert chosen["choices"][0]["text"] in ("yes", "no")
+    for _ in range(2):
+        error = answered(frontend, "v1/completions", {"prompt": "a", "guided_regex": "("}, status=400)["error"]
+        assert error["param"] == "guided_regex"
+    grammar = {"type": "regex", "value": "[0-9]{3}"}
+    told = answered(frontend, "generate", {"inputs": "the fox", "parameters": {"grammar": grammar}})
+    assert told["generated_text"].isdigit()
+
+
+def test_limits_that_leave_no_token_are_the_clients_fault(frontend: Frontend) -> None:
+    body = {"prompt": "a", "guided_regex": "z+", "allowed_token_ids": [60]}
+    assert answered(frontend, "v1/completions", body, status=400)["error"]["param"] == "guided_regex"
 
 
 # Faults that other servers' users met

@@ -27,10 +27,14 @@ _PART = "/"  # between a request's id and a prompt's number; TorchServe's ids ar
 
 @dataclass(frozen=True)
 class Part:
-    """One prompt and how to continue it."""
+    """One prompt and how to continue it.
+
+    may_be_cut    `params.max_tokens` is the route's own: less will do where there is room for less
+    """
 
     prompt: Prompt
     params: SamplingParams
+    may_be_cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,11 @@ class Asked:
     def characters(self) -> int:
         """How much there is to tokenize."""
         return sum(part.prompt.characters for part in self.parts)
+
+    @property
+    def grammars(self) -> list[SamplingParams]:
+        """The parameters that hold an answer to a form, which must be compiled."""
+        return [part.params for part in self.parts if part.params.structured is not None]
 
     def check_sizes(self, model: ServedModel) -> None:
         """Raises a 400 APIError for a prompt that can never fit, or for more answers than the engine's queue holds."""
@@ -106,7 +115,9 @@ class Answer(ABC):
         """What the engine is to do, once the prompts are known. Raises a 400 APIError for one that is too long."""
         self.prompt_token_ids = prompt_token_ids
         return [
-            GenerationRequest(engine_id, ids, fit(part.params, len(ids), part.prompt.param, self.model))
+            GenerationRequest(
+                engine_id, ids, fit(part.params, len(ids), part.prompt.param, self.model, part.may_be_cut)
+            )
             for engine_id, ids, part in zip(self.engine_ids, prompt_token_ids, self.asked.parts, strict=True)
         ]
 

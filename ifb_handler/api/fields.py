@@ -100,6 +100,11 @@ def sampling_params(
     )
 
 
+def names_no_length(fields: Fields, name: str = "max_tokens") -> bool:
+    """Whether the answer's length is the route's own."""
+    return fields.get(name) is None
+
+
 def refuse_unserved(fields: Fields) -> None:
     """Raises a 400 for a field that is not served and whose value would change the answer."""
     for name, neutral in _NEUTRAL.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from ifb_handler.api.answer import Answer, Asked, Choice, Part
 from ifb_handler.api.errors import APIError, bad_field, shown
-from ifb_handler.api.fields import Fields, section, text
+from ifb_handler.api.fields import Fields, names_no_length, section, text
 from ifb_handler.api.limits import check_batch, timeout
 from ifb_handler.api.plain import one_answer
 from ifb_handler.api.prompts import Prompt, TextPrompt, TokenPrompt, read_prompt
@@ -45,7 +45,7 @@ def _instance(where: str, instance: object, common: dict[str, Any], model: Serve
     prompt = read_prompt(own.get("prompt"), model, f"{where}.prompt")
     try:
         model.check_name(fields)
-        return Part(prompt, one_answer({**fields, "stream": None}, model))
+        return Part(prompt, one_answer({**fields, "stream": None}, model), names_no_length(fields))
     except (APIError, ValueError) as error:
         raise _inside(where, APIError.of(error)) from None
 
@@ -109,7 +109,7 @@ def read_v2(fields: Fields, model: ServedModel) -> V2Asked:
     except (APIError, ValueError) as error:
         raise _inside("parameters", APIError.of(error)) from None
     return V2Asked(
-        parts=[Part(prompt, params) for prompt in prompts],
+        parts=[Part(prompt, params, names_no_length(parameters)) for prompt in prompts],
         timeout=timeout({**fields, **parameters}, model.config),
         name=text(fields, "id"),
         outputs=_wanted(fields),

@@ -53,9 +53,13 @@ def timeout(fields: Fields, config: EngineConfig) -> float | None:
     return min(value, config.request_timeout or math.inf)
 
 
-def fit(params: SamplingParams, num_prompt_tokens: int, param: str, model: ServedModel) -> SamplingParams:
+def fit(
+    params: SamplingParams, num_prompt_tokens: int, param: str, model: ServedModel, may_be_cut: bool = False
+) -> SamplingParams:
     """The parameters for a prompt of that many tokens: without max_tokens, what `max_total_tokens` leaves.
 
+    param         the prompt's field
+    may_be_cut    max_tokens is no wish of the client's
     Raises a 400 APIError when the prompt, or the prompt with what is asked for, is longer than the server allows.
     """
     config = model.config
@@ -64,7 +68,7 @@ def fit(params: SamplingParams, num_prompt_tokens: int, param: str, model: Serve
     if config.max_total_tokens is None:
         return params
     room = config.max_total_tokens - num_prompt_tokens
-    if params.max_tokens is None:
+    if params.max_tokens is None or (may_be_cut and params.max_tokens > room):
         return dataclasses.replace(params, max_tokens=room)
     if params.max_tokens > room:
         raise bad_field(

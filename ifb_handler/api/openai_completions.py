@@ -9,7 +9,15 @@ from typing import Any
 from ifb_handler.api import structured_output
 from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.errors import bad_field, shown
-from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params
+from ifb_handler.api.fields import (
+    Fields,
+    flag,
+    include_usage,
+    integer,
+    names_no_length,
+    refuse_unserved,
+    sampling_params,
+)
 from ifb_handler.api.limits import check_sampling, timeout
 from ifb_handler.api.logprobs import CompletionLogprobs, prompt_logprobs
 from ifb_handler.api.prompts import Prompt, TruncatedPrompt, read_prompts
@@ -55,7 +63,7 @@ def read(fields: Fields, model: ServedModel) -> CompletionAsked:
     add_special_tokens = flag(fields, "add_special_tokens", default=True)
     prompts = read_prompts(fields.get("prompt"), model, add_special_tokens=add_special_tokens)
     return CompletionAsked(
-        parts=[Part(truncated(fields, prompt, model), params) for prompt in prompts],
+        parts=[Part(truncated(fields, prompt, model), params, names_no_length(fields)) for prompt in prompts],
         stream=stream,
         include_usage=include_usage(fields),
         timeout=timeout(fields, model.config),

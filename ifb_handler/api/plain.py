@@ -8,7 +8,15 @@ from typing import Any
 from ifb_handler.api import structured_output
 from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.errors import bad_field, shown
-from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params
+from ifb_handler.api.fields import (
+    Fields,
+    flag,
+    include_usage,
+    integer,
+    names_no_length,
+    refuse_unserved,
+    sampling_params,
+)
 from ifb_handler.api.limits import check_sampling, timeout
 from ifb_handler.api.logprobs import finite
 from ifb_handler.api.prompts import read_prompt
@@ -21,7 +29,7 @@ def read(fields: Fields, model: ServedModel) -> Asked:
     """Raises APIError or RequestError naming the field at fault."""
     model.check_name(fields)
     return Asked(
-        parts=[Part(read_prompt(fields.get("prompt"), model), one_answer(fields, model))],
+        parts=[Part(read_prompt(fields.get("prompt"), model), one_answer(fields, model), names_no_length(fields))],
         stream=flag(fields, "stream"),
         include_usage=include_usage(fields),
         timeout=timeout(fields, model.config),

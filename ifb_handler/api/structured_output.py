@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, section
-from ifb_handler.engine.sampling_params import SamplingParams
-
-try:
-    from ifb_handler.engine.structured import StructuredOutput
-except ImportError:
-    StructuredOutput = None  # type: ignore[assignment, misc]
+from ifb_handler.engine.structured import StructuredOutput
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -82,8 +76,6 @@ def _guided(fields: Fields) -> list[StructuredOutput]:
 
 
 def _form(kind: str, value: Any, where: str) -> StructuredOutput:
-    if StructuredOutput is None or all(field.name != "structured" for field in dataclasses.fields(SamplingParams)):
-        raise bad_field(where, "an answer of a certain form is not supported yet")
     if kind == "json_schema" and isinstance(value, str):
         try:
             value = json.loads(value)

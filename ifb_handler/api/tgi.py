@@ -14,7 +14,7 @@ from typing import Any
 from ifb_handler.api import structured_output
 from ifb_handler.api.answer import Answer, Asked, Choice, Part
 from ifb_handler.api.errors import APIError, bad_field, shown
-from ifb_handler.api.fields import Fields, flag, integer, sampling_params, section, text
+from ifb_handler.api.fields import Fields, flag, integer, names_no_length, sampling_params, section, text
 from ifb_handler.api.limits import check_sampling, timeout
 from ifb_handler.api.logprobs import finite
 from ifb_handler.api.prompts import Prompt, TextPrompt, TruncatedPrompt
@@ -64,8 +64,9 @@ def read(fields: Fields, model: ServedModel) -> TGIAsked:
     top = integer(given, "top_n_tokens", 0, f"{_SECTION}.top_n_tokens") or 0
     details = _flag(given, "details")
     params = _params(given, model, best_of, top if details or stream else None, 0 if prefill else None)
+    cut = names_no_length(given, "max_new_tokens")
     return TGIAsked(
-        parts=[Part(_truncated(TextPrompt(prompt, "inputs"), _integer(given, "truncate")), params)],
+        parts=[Part(_truncated(TextPrompt(prompt, "inputs"), _integer(given, "truncate")), params, cut)],
         stream=stream,
         timeout=timeout(fields, model.config),
         details=details,

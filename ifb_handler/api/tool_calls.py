@@ -77,10 +77,14 @@ class ToolCallReader:
 
     names        the functions that were offered
     max_calls    further ones are dropped
+    only_calls   the answer is held to calls: what is none was cut short, and is no text
     """
 
-    def __init__(self, format: Format, names: Collection[str], max_calls: int | None = None) -> None:
+    def __init__(
+        self, format: Format, names: Collection[str], max_calls: int | None = None, only_calls: bool = False
+    ) -> None:
         self._format = format
+        self._only_calls = only_calls
         self._names = frozenset(names)
         self._max_calls = max_calls
         self._state = _State.TEXT
@@ -117,7 +121,7 @@ class ToolCallReader:
         return self._take()
 
     def _take(self) -> tuple[str, list[CallDelta]]:
-        text, deltas = "".join(self._text), self._deltas
+        text, deltas = "" if self._only_calls else "".join(self._text), self._deltas
         self._text, self._deltas = [], []
         return text, deltas
 

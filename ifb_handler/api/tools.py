@@ -45,8 +45,9 @@ class Tools:
         """For one answer of a model with that chat template."""
         if self.named:
             return NamedCallReader(self.choice)
-        form = ARRAY if self.choice == _REQUIRED else format_of(template)
-        return ToolCallReader(form, self.names, None if self.parallel else 1)
+        must = self.choice == _REQUIRED
+        form = ARRAY if must else format_of(template)
+        return ToolCallReader(form, self.names, None if self.parallel else 1, only_calls=must)
 
     def structure(self) -> Any | None:
         """What the answer is held to when a call must be made (a StructuredOutput); None: nothing."""

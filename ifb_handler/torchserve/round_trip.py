@@ -40,6 +40,8 @@ MAX_WAIT = 0.025
 MIN_INTERVAL = 0.015
 # Characters of new prompts that one round trip tokenizes itself (about 6 ms); the others go to a thread of their own.
 INLINE_CHARACTERS = 8192
+# Grammars that are compiled at the same time; each takes milliseconds, one that is refused up to seconds.
+MAX_COMPILING = 2
 # Prompt tokens from which a request is sent a chunk at once, so that TorchServe stops sending its body again.
 LARGE_PROMPT_TOKENS = 4096
 
@@ -74,6 +76,7 @@ class RoundTrip:
         self._live: dict[str, Conversation] = {}
         self._inbox = Inbox(self._is_streaming)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="ifb-tokenize")
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="ifb-compile")
         self._num_requests = 0  # of the call that is being answered
         self._inline_characters = 0
         self._last_reply = 0.0
@@ -87,7 +90,8 @@ class RoundTrip:
         """Let go of the helper threads; the engine is its owner's to stop."""
         if self._absence:
             self._absence.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for helpers in (self._tokenizing, self._compiling):
+            helpers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def live(self) -> list[str]:
@@ -138,7 +142,7 @@ class RoundTrip:
         asked = route.read(fields, self._model)
         asked.check_sizes(self._model)
         conversation.begin(asked, self._model)
-        self._tokenize(conversation, asked)
+        self._prepare(conversation, asked)
 
     def _cancel(self, named: str) -> int:
         """End the live requests of that id -> how many there were."""
@@ -147,14 +151,21 @@ class RoundTrip:
             self._fail(conversation, cancel.cancelled())
         return len(meant)
 
-    def _tokenize(self, conversation: Conversation, asked: Asked) -> None:
+    def _prepare(self, conversation: Conversation, asked: Asked) -> None:
+        """Tokenize and compile, here and now if that is quick."""
         self._inline_characters -= asked.characters
-        if self._inline_characters >= 0:
+        if self._inline_characters >= 0 and not asked.grammars:
             self._submit(conversation, asked.token_ids(self._model))
             return
         request_id = conversation.request_id
-        tokens = self._tokenizing.submit(asked.token_ids, self._model)
+        helpers = self._compiling if asked.grammars else self._tokenizing
+        tokens = helpers.submit(self._prepared, asked)
         tokens.add_done_callback(lambda done: self._inbox.put_tokenized(request_id, done))
+
+    def _prepared(self, asked: Asked) -> list[list[int]]:
+        for params in asked.grammars:
+            self._engine.prepare(params)
+        return asked.token_ids(self._model)
 
     def _submit(self, conversation: Conversation, tokens: list[list[int]]) -> None:
         if conversation.has_failed:  # cancelled while it was tokenized
