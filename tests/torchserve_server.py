@@ -22,16 +22,17 @@ NAME = "m"
 class Served:
     """The running server, as its clients and its operator see it."""
 
-    def __init__(self, server: TorchServe) -> None:
+    def __init__(self, server: TorchServe, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
         self.url = server.model_url
         self.bare_url = server.model_url.rpartition("/")[0]
         self.metrics_url = server.metrics_url
         self.grpc_address = f"127.0.0.1:{server.options.ports.grpc_inference}"
         self.ping_url = f"{server.url}/ping"
-        self._management = f"http://127.0.0.1:{server.options.ports.management}/models/{NAME}"
+        self.management_url = f"http://127.0.0.1:{server.options.ports.management}/models/{NAME}"
 
     def worker(self) -> dict[str, Any]:
-        return httpx.get(self._management, trust_env=False).json()[0]["workers"][0]
+        return httpx.get(self.management_url, trust_env=False).json()[0]["workers"][0]
 
     def get(self, path: str) -> Any:
         answer = httpx.get(f"{self.url}/{path}", timeout=60, trust_env=False)
@@ -67,7 +68,7 @@ def torchserve(folder: Path, asynchronous: bool = False, **options: Any) -> Iter
     )
     with TorchServe(server_options) as server:
         server.wait_ready(lambda phase: None)
-        yield Served(server)
+        yield Served(server, asynchronous)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
