@@ -25,6 +25,7 @@ from ts.service import Service
 
 from ifb_handler.engine.errors import ConfigError
 from ifb_handler.handler import IFBHandler
+from ifb_handler.torchserve.archive import render_model_config
 from ifb_handler.torchserve.options import ASYNC_REQUEST_TIMEOUT, read_options
 
 OPTIONS = {"max_num_seqs": 4, "num_gpu_blocks_override": 600, "max_num_waiting": 4}
@@ -302,6 +303,14 @@ def test_each_request_has_a_timeout_unless_the_options_say_otherwise() -> None:
 def test_a_model_has_one_mode(top: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_options(_context(**top))
+
+
+def test_the_archive_for_this_mode_says_so() -> None:
+    config = yaml.safe_load(render_model_config({"max_num_seqs": 512}, asynchronous=True))
+    assert "continuousBatching" not in config
+    top = {key: value for key, value in config.items() if key != "handler"}
+    options = read_options(_context(config["handler"], config["batchSize"], **top))
+    assert (options.max_num_seqs, options.request_timeout) == (512, ASYNC_REQUEST_TIMEOUT)
 
 
 def test_a_batch_size_above_one_is_refused() -> None:

@@ -28,6 +28,7 @@ def archive(
         "model_store"
     ),
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an archive of the same name.")] = False,
+    asynchronous: options.Asynchronous = False,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
@@ -56,6 +57,7 @@ def archive(
             export_path,
             archive_format=archive_format,
             weights=weights,
+            asynchronous=asynchronous,
             force=force,
         )
     except ArchiveError as error:

@@ -46,6 +46,13 @@ Device = Annotated[
     str | None,
     typer.Option(help="auto, cpu, cuda or cuda:N.", show_default="auto", rich_help_panel=_ENGINE),
 ]
+Asynchronous = Annotated[
+    bool,
+    typer.Option(
+        "--async",
+        help="Serve by asyncCommunication: gRPC clients may hear each token; hang-ups go unseen.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

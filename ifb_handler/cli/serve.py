@@ -56,6 +56,7 @@ def serve(
         typer.Option(help="Keep TorchServe's logs in this folder.", show_default="only those of a failure"),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show TorchServe's own log lines.")] = False,
+    asynchronous: options.Asynchronous = False,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
@@ -74,7 +75,7 @@ def serve(
         "dtype": dtype,
         "device": device,
     }
-    if archive is not None and (model != options.DEFAULT_MODEL or settings or any(engine.values())):
+    if archive is not None and (model != options.DEFAULT_MODEL or settings or asynchronous or any(engine.values())):
         raise UsageError("an archive brings its own model and engine options: give the archive or the options")
     choice = options.choose_model(model, settings, **engine)
     java = find_java()
@@ -83,7 +84,7 @@ def serve(
         token_auth = host not in _LOCAL_HOSTS
     with stop_signals_interrupt():
         try:
-            with archive_to_serve(archive, choice, name) as (path, model_name):
+            with archive_to_serve(archive, choice, name, asynchronous) as (path, model_name):
                 served = ServerOptions(path, model_name, ports, java, host, token_auth, logs)
                 _serve_until_stopped(served, verbose)
         except KeyboardInterrupt:
@@ -91,7 +92,9 @@ def serve(
 
 
 @contextmanager
-def archive_to_serve(archive: Path | None, choice: options.ModelChoice, name: str | None) -> Iterator[tuple[Path, str]]:
+def archive_to_serve(
+    archive: Path | None, choice: options.ModelChoice, name: str | None, asynchronous: bool = False
+) -> Iterator[tuple[Path, str]]:
     """The archive and its name in URLs; one made for this run is removed again."""
     try:
         if archive is not None:
@@ -100,7 +103,7 @@ def archive_to_serve(archive: Path | None, choice: options.ModelChoice, name: st
         find_model(choice.model)
         name = name or default_archive_name(choice.model)
         with tempfile.TemporaryDirectory(prefix="ifb-archive-") as store:
-            yield build_archive(name, choice.handler_options, Path(store)), name
+            yield build_archive(name, choice.handler_options, Path(store), asynchronous=asynchronous), name
     except ArchiveError as error:
         raise CliError(str(error)) from None
 
