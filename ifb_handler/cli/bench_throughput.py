@@ -1,0 +1,152 @@
+"""`ifb bench throughput`: a workload offline, all requests at once, on the engine alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ifb_handler.cli.bench_figures import percentile
+from ifb_handler.cli.bench_table import show
+from ifb_handler.cli.errors import UsageError
+from ifb_handler.cli.workloads import OFFLINE, WORKLOADS, Job
+
+if TYPE_CHECKING:
+    from ifb_handler.engine.engine import Engine
+    from ifb_handler.engine.outputs import RequestOutput, StepRecord
+
+
+def throughput(
+    workload: Annotated[str, typer.Option(help=f"One of: {', '.join(OFFLINE)}.")] = "mixed",
+    model: Annotated[str, typer.Option(help="Name, folder, GGUF file or hub id.")] = "smollm2-135m",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in the running batch.")] = 32,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Run a workload offline, all requests at once, greedy and with end-of-sequence ignored, on the engine alone."""
+    from ifb_handler.engine.engine import Engine
+
+    if workload not in OFFLINE:
+        raise UsageError(f"--workload: {workload!r} is not one of {', '.join(OFFLINE)}")
+    jobs = WORKLOADS[workload].make(num_requests, seed)
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    with Engine(model, dtype=dtype, **options) as engine:
+        warm = Job(jobs[0].prompt_token_ids[:16], 4)
+        _run(engine, [warm])
+        measured = sorted((_run(engine, jobs) for _ in range(runs)), key=lambda r: r["output_tokens_per_s"])
+        figures = measured[len(measured) // 2]
+        figures = {
+            "workload": workload,
+            "model": engine.model_name,
+            "num_requests": num_requests,
+            "max_num_seqs": max_num_seqs,
+            "seed": seed,
+            "runs_output_tokens_per_s": [round(r["output_tokens_per_s"], 2) for r in measured],
+            **figures,
+            "memory": _memory(engine),
+        }
+        engine.check()
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    _print(figures)
+
+
+def _run(engine: Engine, jobs: list[Job]) -> dict[str, Any]:
+    from ifb_handler.engine.mailbox import Mailbox
+    from ifb_handler.engine.request import GenerationRequest
+    from ifb_handler.engine.sampling_params import SamplingParams
+
+    last_step = max((record.step for record in engine.steps()), default=-1)
+    mailbox = Mailbox()
+    started = time.monotonic()
+    for i, job in enumerate(jobs):
+        params = SamplingParams(temperature=0.0, max_tokens=job.num_output_tokens, ignore_eos=True)
+        prompt = [token % engine.vocab_size for token in job.prompt_token_ids]
+        engine.submit(GenerationRequest(f"bench-{i}", prompt, params), mailbox)
+    arrivals: dict[str, list[float]] = {}
+    last: dict[str, RequestOutput] = {}
+    records: dict[int, StepRecord] = {}
+    num_live = len(jobs)
+    while num_live:
+        for output in mailbox.collect():
+            if output.error is not None:
+                raise RuntimeError(f"{output.request_id}: {output.error}")
+            arrivals.setdefault(output.request_id, []).append(time.monotonic())
+            last[output.request_id] = output
+            num_live -= output.finished
+        new = engine.steps(after=max(records, default=last_step))
+        records.update((record.step, record) for record in new)
+    seconds = time.monotonic() - started
+    for i, job in enumerate(jobs):
+        if last[f"bench-{i}"].num_generated_tokens != job.num_output_tokens:
+            raise RuntimeError(f"bench-{i}: {last[f'bench-{i}']} is not whole")
+    tokens = sum(job.num_output_tokens for job in jobs)
+    first = [output.times.first_token - output.times.arrived for output in last.values()]
+    between = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
+    return {
+        "seconds": seconds,
+        "prompt_tokens": sum(len(job.prompt_token_ids) for job in jobs),
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / seconds,
+        "ttft_s": _percentiles(first),
+        "itl_s": _percentiles(between),
+        "steps": _steps(list(records.values())),
+    }
+
+
+def _steps(records: list[StepRecord]) -> dict[str, Any]:
+    total = sum(record.duration for record in records)
+    sections: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record.seconds.items():
+            sections[name] = sections.get(name, 0.0) + seconds
+    sections["other"] = total - sum(sections.values())
+    rows = [len(record.decode) + len(record.prefill) for record in records]
+    return {
+        "count": len(records),
+        "mean_rows": sum(rows) / len(rows),
+        "preemptions": sum(len(record.preempted) for record in records),
+        "seconds": {name: round(seconds, 4) for name, seconds in sections.items()},
+        "share": {name: round(seconds / total, 4) for name, seconds in sections.items()},
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
+
+
+def _memory(engine: Engine) -> dict[str, float]:
+    """MiB: the process's peak, the weights, the configured pool, and what is left of the peak without the two."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    mib = 1 << 20
+    return {
+        "peak_mib": peak / mib,
+        "weights_mib": engine.weight_bytes / mib,
+        "pool_mib": engine.pool_bytes / mib,
+        "beside_weights_and_pool_mib": (peak - engine.weight_bytes - engine.pool_bytes) / mib,
+    }
+
+
+def _print(figures: dict[str, Any]) -> None:
+    ttft, itl, steps, memory = figures["ttft_s"], figures["itl_s"], figures["steps"], figures["memory"]
+    rows = [
+        ("output tokens/s", f"{figures['output_tokens_per_s']:.1f}"),
+        ("whole job", f"{figures['seconds']:.1f} s"),
+        ("TTFT p50 / p99", f"{ttft['p50']:.2f} / {ttft['p99']:.2f} s"),
+        ("inter-token latency p50 / p99", f"{itl['p50'] * 1e3:.0f} / {itl['p99'] * 1e3:.0f} ms"),
+        ("steps, mean rows", f"{steps['count']}, {steps['mean_rows']:.1f}"),
+        *((f"  step: {name}", f"{share:.1%}") for name, share in sorted(steps["share"].items(), key=lambda i: -i[1])),
+        ("peak memory", f"{memory['peak_mib']:.0f} MiB"),
+        ("  weights, pool", f"{memory['weights_mib']:.0f}, {memory['pool_mib']:.0f} MiB"),
+    ]
+    show(f"{figures['workload']} on {figures['model']}, {figures['num_requests']} requests", ["", ""], rows)
