@@ -24,6 +24,7 @@ CASES = {
     "prefill_256": [(256, 256)],
     "prefill_256_after_1792": [(256, 2048)],
     "mixed_31x200_and_prefill_225": [(1, 200)] * 31 + [(225, 225)],
+    "decode_8x2000": [(1, 2000)] * 8,
     "decode_1x2000": [(1, 2000)],
     "decode_1x8000": [(1, 8000)],
 }
@@ -40,9 +41,11 @@ def quickest_ms(action: Callable[[], None], repeat: int) -> float:
     return min(taken)
 
 
-def attention_ms(backend: AttentionBackend, batch: SyntheticBatch, layers: int, repeat: int) -> dict[str, float]:
+def attention_ms(
+    backend: AttentionBackend, batch: SyntheticBatch, kv_dtype: torch.dtype, layers: int, repeat: int
+) -> dict[str, float]:
     """Milliseconds a layer, for the KV-cache write and for attention."""
-    pools = [batch.fill(backend) for _ in range(layers)]
+    pools = [batch.fill(backend, kv_dtype) for _ in range(layers)]
     tokens = batch.queries.shape[0]
     keys, values = batch.keys[:tokens], batch.values[:tokens]
 
@@ -78,12 +81,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ifb_kernels.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--backend", help="triton, cpu, torch or reference (default: the CPU's quickest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--kv-dtype", choices=["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
     parser.add_argument("--heads", type=int, default=9)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=20)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
+    kv_dtype = getattr(torch, options.kv_dtype or options.dtype)
     backend = select_backend(torch.device("cpu"), options.backend)
     attention = {}
     for name, rows in CASES.items():
@@ -95,10 +100,11 @@ def main() -> None:
             dtype=dtype,
         )
         layers = max(1, min(30, _POOL_BYTES // (2 * batch.keys.numel() * dtype.itemsize)))
-        attention[name] = attention_ms(backend, batch, layers, options.repeat)
+        attention[name] = attention_ms(backend, batch, kv_dtype, layers, options.repeat)
     report = {
         "backend": backend.name,
         "dtype": options.dtype,
+        "kv_dtype": options.kv_dtype or options.dtype,
         "heads": [options.heads, options.kv_heads, options.head_dim],
         "threads": torch.get_num_threads(),
         "attention_per_layer": attention,

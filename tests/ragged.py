@@ -15,7 +15,13 @@ BLOCK_SIZE = 16
 class RaggedRunner:
     """Feeds chunks of token sequences to a decoder; each sequence's pages lie scattered over the pool."""
 
-    def __init__(self, model: LoadedModel, sequences: list[list[int]], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        sequences: list[list[int]],
+        device: torch.device | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self.sequences = sequences
         self.device = device or torch.device("cpu")
@@ -26,7 +32,13 @@ class RaggedRunner:
         self.block_tables = torch.tensor(pages, dtype=torch.int32, device=self.device).view(len(sequences), pages_each)
         config = model.config
         self.pages: list[LayerKV] = model.decoder.backend.allocate(
-            config.num_layers, len(pages), BLOCK_SIZE, config.num_kv_heads, config.head_dim, config.dtype, self.device
+            config.num_layers,
+            len(pages),
+            BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            kv_dtype or config.dtype,
+            self.device,
         )
 
     def step(self, chunks: dict[int, int]) -> dict[int, torch.Tensor]:
