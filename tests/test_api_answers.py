@@ -138,6 +138,12 @@ def test_a_stream_that_ends_without_a_token_still_says_so(model: ServedModel) ->
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
 
 
+def test_priority_and_cache_salt_reach_the_engine(model: ServedModel) -> None:
+    answer = answer_to(model, COMPLETION, prompt=["the fox", "a dog"], priority=-3, cache_salt="mine")
+    told = [(request.priority, request.cache_salt) for request in answer.requests([[5], [6]])]
+    assert told == [(-3, "mine")] * 2
+
+
 # Several prompts, several answers to each
 
 

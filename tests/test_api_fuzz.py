@@ -59,6 +59,8 @@ OPENAI = SAMPLING | {
     "best_of": [1, 3],
     "prompt_logprobs": [0, 2],
     "timeout": [60, "soon", -1],
+    "priority": [0, -5],
+    "cache_salt": ["mine"],
     "truncate_prompt_tokens": [-1, 1, 5],
     "user": ["me"],
     "metadata": [{"a": "b"}],

@@ -62,6 +62,15 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
         ("seed", 2**64),
         ("attention_backend", "cuda"),
         ("num_threads", 0),
+        ("max_input_tokens", 0),
+        ("max_total_tokens", 0),
+        ("max_stop_sequences", 0),
+        ("max_stop_length", None),
+        ("max_n", 0),
+        ("max_logprobs", 0),
+        ("max_client_batch_size", "all"),
+        ("request_timeout", 0),
+        ("request_timeout", math.inf),
     ],
 )
 def test_a_bad_value_is_refused_by_its_key(key: str, value: object) -> None:

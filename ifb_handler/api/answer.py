@@ -41,13 +41,17 @@ class Part:
 class Asked:
     """A generation request as its client put it, checked field by field; only the prompts' tokens are unknown yet.
 
-    timeout    seconds until it is ended with an error; None: never
+    timeout       seconds until it is ended with an error; None: never
+    priority      with `scheduling_policy: priority` the lower value goes first
+    cache_salt    only requests with the same one share pages of the prefix cache
     """
 
     parts: Sequence[Part]
     stream: bool = False
     include_usage: bool = False
     timeout: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     @property
     def characters(self) -> int:
@@ -116,7 +120,11 @@ class Answer(ABC):
         self.prompt_token_ids = prompt_token_ids
         return [
             GenerationRequest(
-                engine_id, ids, fit(part.params, len(ids), part.prompt.param, self.model, part.may_be_cut)
+                engine_id,
+                ids,
+                fit(part.params, len(ids), part.prompt.param, self.model, part.may_be_cut),
+                self.asked.priority,
+                self.asked.cache_salt,
             )
             for engine_id, ids, part in zip(self.engine_ids, prompt_token_ids, self.asked.parts, strict=True)
         ]

@@ -16,7 +16,7 @@ from typing import Any
 from ifb_handler.api.answer import Answer, Asked, Choice, Part
 from ifb_handler.api.errors import APIError, bad_field, shown
 from ifb_handler.api.fields import Fields, names_no_length, section, text
-from ifb_handler.api.limits import check_batch, timeout
+from ifb_handler.api.limits import check_batch, handling
 from ifb_handler.api.plain import one_answer
 from ifb_handler.api.prompts import Prompt, TextPrompt, TokenPrompt, read_prompt
 from ifb_handler.api.served_model import ServedModel
@@ -36,7 +36,7 @@ def read_v1(fields: Fields, model: ServedModel) -> Asked:
     check_batch("instances", len(instances), model.config)
     common = section(fields, "parameters")
     parts = [_instance(f"instances[{i}]", instance, common, model) for i, instance in enumerate(instances)]
-    return Asked(parts=parts, timeout=timeout({**fields, **common}, model.config))
+    return Asked(parts=parts, **handling({**fields, **common}, model.config))
 
 
 def _instance(where: str, instance: object, common: dict[str, Any], model: ServedModel) -> Part:
@@ -110,7 +110,7 @@ def read_v2(fields: Fields, model: ServedModel) -> V2Asked:
         raise _inside("parameters", APIError.of(error)) from None
     return V2Asked(
         parts=[Part(prompt, params, names_no_length(parameters)) for prompt in prompts],
-        timeout=timeout({**fields, **parameters}, model.config),
+        **handling({**fields, **parameters}, model.config),
         name=text(fields, "id"),
         outputs=_wanted(fields),
     )

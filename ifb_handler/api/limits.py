@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from ifb_handler.api.errors import bad_field, shown
-from ifb_handler.api.fields import Fields
+from ifb_handler.api.fields import Fields, text
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.sampling_params import SamplingParams
 
 # OpenAI's word for a prompt, or a prompt with its answer, that is longer than it may be.
 TOO_LONG = "context_length_exceeded"
+# Seconds: a year.
+LONGEST_TIMEOUT = 31_536_000
 
 
 def check_sampling(params: SamplingParams, config: EngineConfig) -> None:
@@ -42,14 +45,25 @@ def _at_most(param: str, value: int | None, option: str, config: EngineConfig, w
         raise bad_field(param, f"{value}{what and f' {what}'} is above this server's {option}, {most}")
 
 
-def timeout(fields: Fields, config: EngineConfig) -> float | None:
+def handling(fields: Fields, config: EngineConfig) -> dict[str, Any]:
+    """What every form of request may say of how it is handled, as Asked's `timeout`, `priority` and `cache_salt`."""
+    priority = fields.get("priority")
+    if priority is not None and type(priority) is not int:
+        raise bad_field("priority", f"{shown(priority)} is not an integer")
+    salt = text(fields, "cache_salt")
+    if salt == "":
+        raise bad_field("cache_salt", "is empty")
+    return {"timeout": _timeout(fields, config), "priority": priority or 0, "cache_salt": salt}
+
+
+def _timeout(fields: Fields, config: EngineConfig) -> float | None:
     """Seconds that the request may take: its `timeout`, at most the server's `request_timeout`; None: for ever."""
     value = fields.get("timeout")
     if value is None:
         return config.request_timeout
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    if not good or (isinstance(value, float) and not math.isfinite(value)):
-        raise bad_field("timeout", f"{shown(value)} is not a number of seconds above 0")
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_TIMEOUT
+    if not good:
+        raise bad_field("timeout", f"{shown(value)} is not a number of seconds above 0, at most {LONGEST_TIMEOUT}")
     return min(value, config.request_timeout or math.inf)
 
 

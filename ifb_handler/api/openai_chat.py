@@ -12,7 +12,7 @@ from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.chat_messages import ChatPrompt, read_messages
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params, section
-from ifb_handler.api.limits import check_sampling, timeout
+from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import chat_logprobs, prompt_logprobs
 from ifb_handler.api.openai_completions import best_of, truncated
 from ifb_handler.api.served_model import ServedModel
@@ -61,7 +61,7 @@ def read(fields: Fields, model: ServedModel) -> ChatAsked:
         parts=[Part(truncated(fields, prompt, model), params)],
         stream=stream,
         include_usage=include_usage(fields),
-        timeout=timeout(fields, model.config),
+        **handling(fields, model.config),
         tools=offered,
         template=template,
         show_prompt=prompt_entries is not None,

@@ -18,7 +18,7 @@ from ifb_handler.api.fields import (
     refuse_unserved,
     sampling_params,
 )
-from ifb_handler.api.limits import check_sampling, timeout
+from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import CompletionLogprobs, prompt_logprobs
 from ifb_handler.api.prompts import Prompt, TruncatedPrompt, read_prompts
 from ifb_handler.api.served_model import ServedModel
@@ -66,7 +66,7 @@ def read(fields: Fields, model: ServedModel) -> CompletionAsked:
         parts=[Part(truncated(fields, prompt, model), params, names_no_length(fields)) for prompt in prompts],
         stream=stream,
         include_usage=include_usage(fields),
-        timeout=timeout(fields, model.config),
+        **handling(fields, model.config),
         echo=echo,
         only_echo=only_echo,
         show_prompt=given is not None,

@@ -17,7 +17,7 @@ from ifb_handler.api.fields import (
     refuse_unserved,
     sampling_params,
 )
-from ifb_handler.api.limits import check_sampling, timeout
+from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import finite
 from ifb_handler.api.prompts import read_prompt
 from ifb_handler.api.served_model import ServedModel
@@ -32,7 +32,7 @@ def read(fields: Fields, model: ServedModel) -> Asked:
         parts=[Part(read_prompt(fields.get("prompt"), model), one_answer(fields, model), names_no_length(fields))],
         stream=flag(fields, "stream"),
         include_usage=include_usage(fields),
-        timeout=timeout(fields, model.config),
+        **handling(fields, model.config),
     )
 
 

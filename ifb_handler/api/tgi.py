@@ -15,7 +15,7 @@ from ifb_handler.api import structured_output
 from ifb_handler.api.answer import Answer, Asked, Choice, Part
 from ifb_handler.api.errors import APIError, bad_field, shown
 from ifb_handler.api.fields import Fields, flag, integer, names_no_length, sampling_params, section, text
-from ifb_handler.api.limits import check_sampling, timeout
+from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import finite
 from ifb_handler.api.prompts import Prompt, TextPrompt, TruncatedPrompt
 from ifb_handler.api.served_model import ServedModel
@@ -68,7 +68,7 @@ def read(fields: Fields, model: ServedModel) -> TGIAsked:
     return TGIAsked(
         parts=[Part(_truncated(TextPrompt(prompt, "inputs"), _integer(given, "truncate")), params, cut)],
         stream=stream,
-        timeout=timeout(fields, model.config),
+        **handling(fields, model.config),
         details=details,
         prefill=prefill,
         full_text=_flag(given, "return_full_text"),

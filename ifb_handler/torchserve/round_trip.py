@@ -235,8 +235,6 @@ class RoundTrip:
         context.stopping_criteria = {}
         for index, request_id in list(ids.items()):
             conversation = self._live[request_id]
-            if conversation.has_expired(now):
-                self._fail(conversation, expired(conversation.answer.asked.timeout))
             reply = self._next_reply(conversation, now)
             if reply is None:
                 del ids[index]
@@ -262,6 +260,8 @@ class RoundTrip:
 
     def _next_reply(self, conversation: Conversation, now: float) -> Reply | None:
         try:
+            if conversation.has_expired(now):
+                raise expired(conversation.answer.asked.timeout)
             return conversation.next_reply(now)
         except Exception as error:
             self._fail(conversation, error)
