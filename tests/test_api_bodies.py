@@ -88,6 +88,12 @@ def test_a_json_body_is_read_into_sampling_parameters(model: ServedModel) -> Non
     assert (asked.stream, asked.include_usage) == (True, True)
 
 
+def test_a_best_of_that_would_be_streamed_is_refused_whatever_n_is(model: ServedModel) -> None:
+    for n, param in ((1, "best_of"), ("two", "n")):
+        body = {"prompt": "hello", "n": n, "best_of": 3, "stream": True}
+        assert refusal(model, "v1/completions", body).param == param
+
+
 def test_null_means_not_given(model: ServedModel) -> None:
     body = {"prompt": "hello", "max_tokens": None, "temperature": None, "stop": None, "stream": None, "n": None}
     asked = ask(model, "v1/completions", {"body": body})

@@ -68,6 +68,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
         ("max_stop_length", None),
         ("max_n", 0),
         ("max_logprobs", 0),
+        ("max_logprobs", 21),
         ("max_client_batch_size", "all"),
         ("request_timeout", 0),
         ("request_timeout", math.inf),

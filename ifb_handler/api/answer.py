@@ -222,6 +222,8 @@ def owner(engine_id: str) -> str:
 
 def together(outputs: Sequence[RequestOutput]) -> RequestOutput:
     """Outputs of one choice, as one."""
+    if len(outputs) == 1:
+        return outputs[0]
     logprobs = [entry for output in outputs for entry in output.logprobs or ()]
     return dataclasses.replace(
         outputs[-1],

@@ -100,6 +100,14 @@ def sampling_params(
     )
 
 
+def best_of(fields: Fields, stream: bool) -> int | None:
+    """OpenAI refuses it with `stream`: which answers are the best is known only at the end."""
+    value = integer(fields, "best_of", 1)
+    if stream and value is not None and value > (integer(fields, "n", 1) or 1):
+        raise bad_field("best_of", f'{value} is above n; with "stream": true every answer is given')
+    return value
+
+
 def names_no_length(fields: Fields, name: str = "max_tokens") -> bool:
     """Whether the answer's length is the route's own."""
     return fields.get(name) is None

@@ -11,10 +11,19 @@ from ifb_handler.api import structured_output, tools
 from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
 from ifb_handler.api.chat_messages import ChatPrompt, read_messages
 from ifb_handler.api.errors import bad_field, shown
-from ifb_handler.api.fields import Fields, flag, include_usage, integer, refuse_unserved, sampling_params, section
+from ifb_handler.api.fields import (
+    Fields,
+    best_of,
+    flag,
+    include_usage,
+    integer,
+    refuse_unserved,
+    sampling_params,
+    section,
+)
 from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import chat_logprobs, prompt_logprobs
-from ifb_handler.api.openai_completions import best_of, truncated
+from ifb_handler.api.prompts import truncated
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.api.tool_calls import CallDelta, NamedCallReader, ToolCallReader
 from ifb_handler.engine.outputs import FinishReason, RequestOutput, TokenLogprobs

@@ -8,9 +8,10 @@ from typing import Any
 
 from ifb_handler.api import structured_output
 from ifb_handler.api.answer import Answer, Asked, Choice, Part, together
-from ifb_handler.api.errors import bad_field, shown
+from ifb_handler.api.errors import bad_field
 from ifb_handler.api.fields import (
     Fields,
+    best_of,
     flag,
     include_usage,
     integer,
@@ -20,7 +21,7 @@ from ifb_handler.api.fields import (
 )
 from ifb_handler.api.limits import check_sampling, handling
 from ifb_handler.api.logprobs import CompletionLogprobs, prompt_logprobs
-from ifb_handler.api.prompts import Prompt, TruncatedPrompt, read_prompts
+from ifb_handler.api.prompts import read_prompts, truncated
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from ifb_handler.engine.sampling_params import SamplingParams
@@ -71,24 +72,6 @@ def read(fields: Fields, model: ServedModel) -> CompletionAsked:
         only_echo=only_echo,
         show_prompt=given is not None,
     )
-
-
-def best_of(fields: Fields, stream: bool) -> int | None:
-    """OpenAI refuses it with `stream`: which answers are the best is known only at the end."""
-    value = integer(fields, "best_of", 1)
-    if stream and value is not None and value > (fields.get("n") or 1):
-        raise bad_field("best_of", f'{value} is above n; with "stream": true every answer is given')
-    return value
-
-
-def truncated(fields: Fields, prompt: Prompt, model: ServedModel) -> Prompt:
-    """vLLM's `truncate_prompt_tokens`: the last so many; -1: as many as fit."""
-    keep = integer(fields, "truncate_prompt_tokens", -1)
-    if keep is None:
-        return prompt
-    if keep == 0:
-        raise bad_field("truncate_prompt_tokens", f"{shown(keep)} is not -1 or an integer of at least 1")
-    return TruncatedPrompt(prompt, model.max_prompt_tokens if keep == -1 else keep)
 
 
 class CompletionAnswer(Answer):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ifb_handler.api.errors import bad_field, shown
+from ifb_handler.api.fields import Fields, integer
 from ifb_handler.api.limits import check_batch, check_characters
 from ifb_handler.api.served_model import ServedModel
 
@@ -118,6 +119,16 @@ def read_prompt(value: object, model: ServedModel, param: str = "prompt") -> Pro
     if len(prompts) > 1:
         raise bad_field(param, f"{len(prompts)} prompts where one answer is given; use v1/completions")
     return prompts[0]
+
+
+def truncated(fields: Fields, prompt: Prompt, model: ServedModel) -> Prompt:
+    """vLLM's `truncate_prompt_tokens`: the last so many; -1: as many as fit."""
+    keep = integer(fields, "truncate_prompt_tokens", -1)
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise bad_field("truncate_prompt_tokens", f"{shown(keep)} is not -1 or an integer of at least 1")
+    return TruncatedPrompt(prompt, model.max_prompt_tokens if keep == -1 else keep)
 
 
 def _read_one(value: object, param: str, text_options: dict[str, Any]) -> Prompt:

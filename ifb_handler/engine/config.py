@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ifb_handler.engine.errors import ConfigError
+from ifb_handler.engine.sampling_params import MAX_LOGPROBS
 
 _COUNTS = (
     "max_model_len",
@@ -163,6 +164,8 @@ class EngineConfig:
             raise ConfigError(f"target_itl_ms: {self.target_itl_ms} is not above 0")
         if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
             raise ConfigError(f"swap_space: {self.swap_space} is not 0 or above")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs: {self.max_logprobs} is above {MAX_LOGPROBS}")
         if self.request_timeout is not None and not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
             raise ConfigError(f"request_timeout: {self.request_timeout} is not above 0")
         if self.seed is not None and not 0 <= self.seed < 2**64:

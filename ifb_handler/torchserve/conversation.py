@@ -90,10 +90,9 @@ class Conversation:
         self._started = False  # the status line has gone out, as a stream's
         self.over = False  # the last reply has been given out
 
-    def begin(self, asked: Asked, model: ServedModel) -> Answer:
+    def begin(self, asked: Asked, model: ServedModel) -> None:
         """The body has been understood."""
         self.answer = self.form(asked, self.request_id, model, self.name)
-        return self.answer
 
     @property
     def engine_ids(self) -> list[str]:
