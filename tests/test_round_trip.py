@@ -20,6 +20,12 @@ OPTIONS = {"max_num_seqs": 4, "num_gpu_blocks_override": 96, "max_num_waiting": 
 FOREVER = {"prompt": "the fox", "max_tokens": 450, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an answer is plain or a stream does not depend on the machine's speed; some tests ask for probes."""
+    monkeypatch.setattr(conversation, "FIRST_PROBE_SECONDS", 600.0)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
@@ -268,7 +274,6 @@ def test_an_engine_failure_after_the_first_chunk_is_an_event_and_the_end(
 
 
 def test_an_engine_failure_before_the_first_chunk_is_a_500(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "FIRST_PROBE_SECONDS", 600.0)  # on a busy machine even this may take its time
     for stream in (False, True):
         fail_next_step(frontend, monkeypatch)
         client = frontend.send("", plain("the fox", stream=stream))

@@ -51,7 +51,7 @@ class RequestOutput:
     num_generated_tokens    the total so far
     finish_reason           set on the last output only
     stop_reason             the stop string or stop token id that ended it; None for the model's own EOS
-    error, error_param      what went wrong, with finish_reason `error`, and the field of the request at fault, if one is
+    error, error_param      what went wrong, with finish_reason `error`; the field of the request at fault, if one is
     """
 
     request_id: str
