@@ -82,8 +82,8 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
 
 
 def test_a_pool_too_small_for_all_preempts_where_it_may_and_only_there(model: Path, tmp_path: Path) -> None:
-    arguments = ["--num-requests", "16", "--max-num-seqs", "8", "--modes", "orca,trt-no-evict,trt-max-util"]
-    small = ["--set", "num_gpu_blocks_override=24"]
+    arguments = ["--workload", "mixed", "--num-requests", "16", "--max-num-seqs", "8"]
+    small = ["--modes", "orca,trt-no-evict,trt-max-util", "--set", "num_gpu_blocks_override=40"]
     modes = bench("compare", tmp_path / "told.json", *arguments, *small, model=model)["modes"]
     assert modes["orca"]["preemptions"] == modes["trt-no-evict"]["preemptions"] == 0
     assert modes["trt-max-util"]["preemptions"] > 0

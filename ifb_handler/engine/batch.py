@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ifb_handler.engine.kv_pool import KVPool
-from ifb_handler.engine.request import Request
+from ifb_handler.engine.request import Request, RequestState
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Batch:
     context_lens    int32 [R]       with this step's tokens
     block_tables    int32 [R, B]
     slot_mapping    int64 [T]       page * block_size + offset
-    sample_rows     int64 [S]       rows whose last pending token is in this step
+    sample_rows     int64 [S]       rows whose last pending token is in this step, and padding of a static batch, which
+                                    costs what any row costs
     """
 
     requests: list[Request]
@@ -48,6 +49,7 @@ class Batch:
         counts = np.fromiter(num_tokens.values(), np.int64, len(requests))
         computed = np.fromiter((r.num_computed for r in requests), np.int64, len(requests))
         pending = np.fromiter((r.num_pending for r in requests), np.int64, len(requests))
+        padding = np.fromiter((r.state is RequestState.FINISHED for r in requests), bool, len(requests))
         slots = np.fromiter((r.slot for r in requests), np.int64, len(requests))
         query_starts = np.zeros(len(requests) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -68,5 +70,5 @@ class Batch:
             context_lens=context_lens,
             block_tables=block_tables,
             slot_mapping=pages * pool.block_size + positions % pool.block_size,
-            sample_rows=np.flatnonzero(counts == pending),
+            sample_rows=np.flatnonzero((counts == pending) | padding),
         )

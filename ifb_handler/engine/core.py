@@ -213,7 +213,8 @@ class EngineCore:
             request.num_computed += count
             if self.cache is not None and row not in unusable:
                 self.cache.computed(request)
-        return [self._append(batch.requests[row], *token) for row, token in zip(rows, tokens, strict=True)]
+        sampled = zip((batch.requests[row] for row in rows), tokens, strict=True)
+        return [self._append(r, *token) for r, token in sampled if r.state is not RequestState.FINISHED]
 
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         matcher = request.matcher
