@@ -30,7 +30,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("native_attention.cpp", "native_kv_cache_write.cpp", "native_decoder_ops.cpp", "native_linear.cpp")
-_HEADERS = ("native_vector.h", "native_multiply.h")
+_HEADERS = ("native_vector.h", "native_multiply.h", "native_softmax.h")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _BUILD_TIMEOUT_SECONDS = 300
 

@@ -14,10 +14,11 @@
 // threads take a span each (FlashDecoding): the arithmetic, and so every bit of the result, is the same.
 
 #include <algorithm>
-#include <cmath>
+#include <new>
 #include <vector>
 
 #include "native_multiply.h"
+#include "native_softmax.h"
 
 namespace ifb {
 namespace {
@@ -66,37 +67,29 @@ struct Task {
   int64_t cost;
 };
 
-// What one query row knows after some keys: out = weighted / sum once all are seen.
-struct Softmax {
-  float maximum = -INFINITY, sum = 0;
+// Memory that begins a cache line, so that no vector straddles two; malloc's begins 16 bytes into one.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
 };
-
-// Takes `later` keys into what is known of earlier ones. One compiled body, so that it rounds alike wherever it is called.
-__attribute__((noinline)) void merge(Softmax& state, float* weighted, const Softmax& later, const float* later_weighted, int dim) {
-  if (later.sum == 0) return;
-  if (state.sum == 0) {
-    state = later;
-    std::copy(later_weighted, later_weighted + dim, weighted);
-    return;
-  }
-  const float maximum = std::max(state.maximum, later.maximum);
-  const float keep = exp2_of(state.maximum - maximum), take = exp2_of(later.maximum - maximum);
-  for (int c = 0; c < dim; c += kLanes) store(weighted + c, load(weighted + c) * keep + load(later_weighted + c) * take);
-  state.maximum = maximum;
-  state.sum = state.sum * keep + later.sum * take;
-}
+using Floats = std::vector<float, LineAllocator<float>>;
 
 // One thread's memory for one task.
 struct Workspace {
-  std::vector<float> queries;   // by tile of rows: [head_dim][rows], scaled
-  std::vector<float> weighted;  // [rows of the unit][padded_dim]
-  std::vector<float> partial;   // [kMaxRows][padded_dim]
-  std::vector<float> keys, values;  // widened copies of a span, where pages cannot be read in place
+  Floats queries;   // by tile of rows: [head_dim][rows], scaled
+  Floats weighted;  // [rows of the unit][padded_dim]
+  Floats partial;   // [kMaxRows][padded_dim]
+  Floats keys, values;  // widened copies of a span, where pages cannot be read in place
   std::vector<Softmax> states;
-  float key_scales[kSpan + kTile], value_scales[kSpan + kTile];  // of the span's keys in order, if they have scales
-  float scores[kMaxRows * kScoreStride];
+  alignas(64) float key_scales[kSpan + kTile], value_scales[kSpan + kTile];  // of the span's keys, if they have scales
+  alignas(64) float scores[kMaxRows * kScoreStride];
 
-  static void grow(std::vector<float>& v, size_t n) {
+  static void grow(Floats& v, size_t n) {
     if (v.size() < n) v.resize(n);
   }
 
@@ -158,7 +151,8 @@ void load_scales(const Problem& p, const int32_t* table, int kv_head, int first,
                  float* target) {
   for (int key = first; key < end;) {
     const int offset = key % p.block_size, run = std::min(p.block_size - offset, end - key);
-    const Bfloat16* source = scales + (int64_t(table[key / p.block_size]) * p.num_kv_heads + kv_head) * p.block_size + offset;
+    const int64_t page = int64_t(table[key / p.block_size]) * p.num_kv_heads + kv_head;
+    const Bfloat16* source = scales + page * p.block_size + offset;
     int i = 0;
     for (; i + kLanes <= run; i += kLanes) store(target + i, load(source + i));
     for (; i < run; ++i) target[i] = load_one(source + i);
@@ -202,32 +196,6 @@ void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace
     view.keys[tile + i] = view.values[std::min(i, tile - 1)];
     view.values[tile + i] = view.values[tile - 1];
   }
-}
-
-// Scores of one row -> exponentials in place; keys outside `from` .. `to` - 1 get weight exactly 0.
-Softmax exponentiate(float* scores, int num_keys, int from, int to) {
-  std::fill(scores, scores + from, -INFINITY);
-  std::fill(scores + to, scores + num_keys, -INFINITY);
-  Vec highest = splat(-INFINITY);
-  for (int j = 0; j < num_keys; j += kLanes) highest = maximum(highest, load(scores + j));
-  Softmax state;
-  state.maximum = max_of(highest);
-  const float shift = std::max(state.maximum, -1e30f);  // finite where nothing is visible
-  Vec sums[kTileVecs] = {};
-  for (int j = 0; j < num_keys; j += kTile)
-    for (int v = 0; v < kTileVecs; ++v) {
-      Vec weights = exp2_of(load(scores + j + v * kLanes) - shift);
-      store(scores + j + v * kLanes, weights);
-      sums[v] += weights;
-    }
-  for (int v = 1; v < kTileVecs; ++v) sums[0] += sums[v];
-  state.sum = sum_of(sums[0]);
-  return state;
-}
-
-// One factor a key, for a row's scores (or weights) of whole tiles.
-void multiply_by(const float* factors, float* row, int num_keys) {
-  for (int j = 0; j < num_keys; j += kLanes) store(row + j, load(row + j) * load(factors + j));
 }
 
 // The unit's rows in tiles of at most kMaxRows, as even as can be.
