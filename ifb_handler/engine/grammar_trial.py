@@ -28,9 +28,9 @@ _STACK_BYTES = 1 << 20
 # The child may wait for a processor, but not for ever.
 _WALL_SECONDS = 120.0
 
-# Room for a line break and some indentation between two tokens of JSON: a model that starts on white space may else go
-# on with it to the end.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}", "lenient": False, "coerce_one_of": False}
+# Between two tokens of JSON a space, or a line break and an indentation: a small model that may write any white space
+# goes on with it to the end of its answer.
+_JSON_OPTIONS = {"whitespace_pattern": r" |\n(?: {0,20}|\t{0,8})", "lenient": False, "coerce_one_of": False}
 
 
 class TrialProcess:
