@@ -4,7 +4,7 @@ The library is llguidance 1.9 (MIT), chosen over xgrammar 0.2.9 by trying both o
 are quicker (3 us a row against 15 to 30 in JSON, 150 in a loose regex; ours are filled beside the model's work), but it
 lets through, with a warning, what it cannot enforce (multipleOf, allOf, not, uniqueItems), where llguidance refuses; it
 sets itself no limits (20,000 enum values: 10 s to compile and as long for a mask, against 0.35 s); and it needs tvm-ffi
-and costs 0.1 s and 14 MB to import, against 6 ms and 2 MB. llguidance needs no other package, and one wheel serves every
+and costs 0.1 s and 14 MB to import, against 6 ms and 2 MB. llguidance needs no other package; one wheel serves every
 Python from 3.9. Its tokenizer takes 25 MB and 0.3 s, a schema in use 1 to 30 ms to compile.
 """
 
