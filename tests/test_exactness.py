@@ -124,6 +124,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 128,
+}
+
 ARCHITECTURES = {
     "llama": lambda: tiny("Llama"),
     "llama, tied": lambda: tiny("Llama", tie_word_embeddings=True),
@@ -134,6 +141,7 @@ ARCHITECTURES = {
     "mistral, no window": lambda: tiny("Mistral", sliding_window=None),
     "qwen2": lambda: tiny("Qwen2"),
     "qwen2, tied": lambda: tiny("Qwen2", tie_word_embeddings=True),
+    "qwen2, yarn": lambda: tiny("Qwen2", rope_parameters=YARN_ROPE),
     "qwen3": lambda: tiny("Qwen3", head_dim=32),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ifb_handler.models.errors import ModelError
-from ifb_handler.models.rope import RopeParameters
+from ifb_handler.models.rope import RopeParameters, yarn_attention_factor
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -223,7 +223,25 @@ def _rope_from_huggingface(values: Mapping[str, Any]) -> RopeParameters:
         scaling = {key: float(_required(rope, key)) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         trained = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         scaling["original_max_position_embeddings"] = trained or values["max_position_embeddings"]
+    elif kind == "yarn":
+        scaling = _yarn_from_huggingface(rope, values)
     return RopeParameters(theta=10_000.0 if theta is None else float(theta), type=kind, **scaling)
+
+
+def _yarn_from_huggingface(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    trained = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
+    factor = float(rope.get("factor") or values["max_position_embeddings"] / trained)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+        "beta_fast": float(rope.get("beta_fast") or 32.0),
+        "beta_slow": float(rope.get("beta_slow") or 1.0),
+        "attention_factor": float(attention),
+        "truncate": rope.get("truncate", True),
+    }
 
 
 def _sliding_windows(architecture: str, values: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
