@@ -108,7 +108,7 @@ def _print(told: dict[str, Any]) -> None:
     row("useful rows a step", lambda m: f"{m['mean_useful_rows']:.1f}")
     row("  padding rows", lambda m: f"{m['mean_padding_rows']:.1f}")
     rows.append(["output tokens/s", *_relative(modes, "output_tokens_per_s")])
-    if all(m["saturated_output_tokens_per_s"] for m in each):
+    if "static" in modes and all(m["saturated_output_tokens_per_s"] for m in each):
         rows.append(["  while requests wait", *_relative(modes, "saturated_output_tokens_per_s")])
     row("TTFT p50, s", lambda m: f"{m['ttft_s']['p50']:.2f}")
     row("TTFT p99, s", lambda m: f"{m['ttft_s']['p99']:.2f}")
