@@ -35,3 +35,9 @@ def test_importing_the_package_is_quick_because_torch_is_left_for_later(tmp_path
     code = "import sys, ifb_handler, ifb_handler.handler; assert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_command_answers_without_importing_torch(tmp_path: Path) -> None:
+    code = "import sys, ifb_handler.cli.main; assert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
