@@ -211,6 +211,25 @@ def test_a_failed_step_ends_the_requests_in_it_and_no_others() -> None:
         assert engine.stats().used_blocks == 0
 
 
+def test_when_the_executor_cannot_go_on_every_request_hears_of_it_and_the_engine_says_it_is_not_healthy() -> None:
+    executor = GatedExecutor(64)
+    executor.is_usable = lambda: False
+    engine = Engine.with_executor(executor, max_num_seqs=1)
+    boxes = [Mailbox(), Mailbox()]
+    executor.fail_next = True
+    for i, box in enumerate(boxes):
+        engine.submit(GenerationRequest(str(i), [1], GREEDY), box)
+    executor.open_for_good()
+    for box in boxes:
+        last = collect_until_finished(box)[-1]
+        assert last.finish_reason is FinishReason.ERROR
+        assert "asked to fail" in last.error
+    engine.shutdown()
+    assert not engine.is_healthy
+    with pytest.raises(EngineStoppedError):
+        engine.submit(GenerationRequest("late", [1], GREEDY), Mailbox())
+
+
 def test_drain_lets_live_requests_finish_and_refuses_new_ones(gated: tuple[Engine, GatedExecutor]) -> None:
     engine, executor = gated
     mailbox = Mailbox()

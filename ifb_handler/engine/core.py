@@ -116,7 +116,8 @@ class EngineCore:
     def run(self, schedule: Schedule) -> StepResult:
         """Execute, sample and commit what `schedule` decided.
 
-        A failure to execute or sample ends the requests of this step with an error, and only those.
+        A failure to execute or sample ends the requests of this step with an error, and only those; it is raised only
+        if the executor cannot go on.
         """
         started = time.perf_counter()
         prefill = tuple((r.request_id, n) for r, n in schedule.num_tokens.items() if r.state is RequestState.PREFILL)
@@ -137,6 +138,8 @@ class EngineCore:
             if len(prefill) and len(batch.token_ids) > 2 * len(decode):
                 self.scheduler.swap.measured(executed - moved, num_tokens=len(batch.token_ids))
         except Exception as error:
+            if not self.executor.is_usable():
+                raise
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
             alive = [r for r in schedule.num_tokens if r.state is not RequestState.FINISHED]
             outputs = [self._fail(r, f"the step failed: {error}") for r in alive]

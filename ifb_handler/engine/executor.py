@@ -54,6 +54,10 @@ class Executor(ABC):
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages of keys and values, (from, to), all layers. Every page is read before any is written."""
 
+    def is_usable(self) -> bool:
+        """Asked after a step has failed: whether another may succeed."""
+        return True
+
     def take_seconds(self) -> dict[str, float]:
         """Seconds by section since the last call (`gemm`, `attention`); empty where nothing is measured."""
         return {}

@@ -120,6 +120,15 @@ class ModelExecutor(Executor):
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
+    def is_usable(self) -> bool:
+        """After some faults, such as an illegal address, every use of a CUDA device fails until the process ends."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
     def take_seconds(self) -> dict[str, float]:
         return self.model.decoder.stopwatch.take()
 
