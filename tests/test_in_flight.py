@@ -63,6 +63,20 @@ def test_every_running_request_gets_its_token_at_every_step_while_a_long_prompt_
     assert len(chunks) == -(-2000 // 59)
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_very_long_ones() -> None:
+    core = EngineCore(RecallExecutor(900, max_model_len=8192), EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
+    for request_id, length in (("0", 6000), ("1", 5000), ("2", 20)):
+        queue(core, request_id, [int(request_id)] * length, 3)
+    records = run(core)
+    first_token = {}
+    for record in records:
+        for request_id in record.decode:
+            first_token.setdefault(request_id, record.step)
+    assert first_token["2"] <= 5
+    assert first_token["0"] < first_token["1"], "long ones are still served in turn"
+    assert sum(count for record in records for _, count in record.prefill) == 11_020
+
+
 def test_decode_rows_and_prefill_chunks_share_one_step_and_one_token_budget() -> None:
     core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=32))
     queue(core, "0", [1] * 30, 50)

@@ -74,6 +74,7 @@ class Scheduler:
         step = Schedule(self.max_num_batched_tokens)
         self.swap.next_step()
         self.policies.prefill_priority.fill(self, step)
+        self._top_up(step)
         step.num_tokens |= dict.fromkeys(self.ended, 1)
         return step
 
@@ -87,9 +88,29 @@ class Scheduler:
                 step.budget -= 1
 
     def prefill(self, step: Schedule) -> None:
-        """Chunks of the prompts that are being prefilled already."""
+        """Chunks of the prompts that are being prefilled already.
+
+        While others wait who could come in, half of the budget is kept for them: a short prompt does not wait for the
+        end of a very long one. What they do not take is given out after all (`_top_up`).
+        """
+        kept = step.budget // 2 if self.policies.enable_chunked_prefill and self._may_admit() else 0
+        step.budget -= kept
         for request in [r for r in self.running if r.state is RequestState.PREFILL]:
             self._take_chunk(request, step)
+        step.budget += kept
+
+    def _top_up(self, step: Schedule) -> None:
+        if self.policies.enable_chunked_prefill:
+            for request in self.running:
+                if step.budget and request.state is RequestState.PREFILL:
+                    more = min(request.num_pending - step.num_tokens.get(request, 0), step.budget)
+                    if more:
+                        step.num_tokens[request] = step.num_tokens.get(request, 0) + more
+                        step.budget -= more
+
+    def _may_admit(self) -> bool:
+        free = len(self.running) < self.max_num_seqs and self.policies.batching.may_admit(len(self.running))
+        return free and bool(self.waiting)
 
     def admit(self, step: Schedule) -> None:
         """New requests, as far as budget, places and pages go.
@@ -97,7 +118,7 @@ class Scheduler:
         A request may pass an earlier one that waits for a prefix which a running request is just computing (see
         `prefix_cache.py`): it will then have less to do itself. Otherwise none passes the one whose turn it is.
         """
-        if not self.waiting or not self.policies.batching.may_admit(len(self.running)):
+        if not self._may_admit():
             return
         for request in list(self.policies.ordering.in_order(self.waiting, self.cache)):
             if len(self.running) == self.max_num_seqs:
