@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ from frontend import Client, Frontend
 from tiny_llama import write_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ifb_handler.api.errors import APIError
 from ifb_handler.api.plain import PlainAnswer
 from ifb_handler.torchserve import conversation
+from ifb_handler.torchserve.conversation import Conversation
 
 OPTIONS = {"max_num_seqs": 4, "num_gpu_blocks_override": 96, "max_num_waiting": 10, "default_max_tokens": 8}
 FOREVER = {"prompt": "the fox", "max_tokens": 450, "temperature": 0, "ignore_eos": True}
@@ -399,3 +402,37 @@ def test_a_dead_engine_ends_the_worker_once_its_clients_know(
     frontend.finish(health)
     assert health.status == 503
     wait_until(lambda: 1 in exits)
+
+
+def test_a_grammar_that_is_refused_after_a_long_while_has_its_own_status(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "FIRST_PROBE_SECONDS", 0.0)
+    goes_on = threading.Event()
+    prepare = frontend.engine.prepare
+    monkeypatch.setattr(frontend.engine, "prepare", lambda params: (goes_on.wait(60), prepare(params)))
+    client = frontend.send("", plain("the fox", guided_regex="(a"))
+    for _ in range(5):
+        frontend.round_trip()
+    assert client.status is None
+    goes_on.set()
+    frontend.finish(client)
+    assert (client.status, client.chunked) == (400, False)
+    assert client.json["error"]["param"] == "guided_regex"
+
+
+@pytest.mark.parametrize("named", ["\ud800", "", 5, None])
+def test_an_id_that_cannot_be_one_is_a_400_of_v1_cancel(frontend: Frontend, named: object) -> None:
+    client = frontend.send("v1/cancel", {"request_id": named})
+    frontend.finish(client)
+    assert (client.status, client.json["error"]["param"]) == (400, "request_id")
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_sent_as_json_escapes_it() -> None:
+    for end in (Conversation.tell, lambda talk, text: talk.fail(APIError(400, text))):
+        talk = Conversation("r", 0.0)
+        end(talk, '{"said":"\ud800"}')
+        reply = talk.next_reply(0.0)
+        assert reply is not None
+        assert b"\\ud800" in reply.body
+        json.loads(reply.body)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ifb_handler.api.errors import APIError, bad_field, shown
-from ifb_handler.api.fields import Fields
+from ifb_handler.api.fields import Fields, text
 
 
 def read(fields: Fields) -> str:
     """The id in `request_id`. Raises a 400 APIError."""
-    named = fields.get("request_id")
-    if not isinstance(named, str) or not named:
+    named = text(fields, "request_id")
+    if not named:
         raise bad_field("request_id", f"{shown(named)} is not a request's id: x-request-id, or an answer's id")
     return named
 

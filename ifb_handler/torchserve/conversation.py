@@ -2,7 +2,8 @@
 
 A streamed answer is chunks of server-sent events; a one-shot answer is one JSON body with Content-Length. TorchServe
 notices a hang-up only when it writes a chunk, so whoever has waited for PROBE_SECONDS is sent an empty one, which
-starts a one-shot answer as a stream, too: its body is then the last chunk.
+starts a one-shot answer as a stream, too: its body is then the last chunk. Nobody is probed before the engine has the
+whole request: what is found wrong with it until then has a status of its own.
 
 How a client can be answered (`Line`) depends on how it came. TorchServe drops a gRPC call at its first chunk in the
 continuous mode, does not say whether a call is `Predictions` or `StreamPredictions`, and fails the worker when a lone
@@ -11,6 +12,7 @@ message to the latter does not call itself the last; nor has a gRPC answer a sta
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -81,7 +83,7 @@ class Conversation:
         self.form: type[Answer] = PlainAnswer
         self._line = line
         self._opened_at = now
-        self._probe_at = now + FIRST_PROBE_SECONDS
+        self._probe_at = math.inf
         self._outputs: list[RequestOutput] = []
         self._body: str | None = None  # an answer that is complete
         self._error: APIError | None = None
@@ -119,9 +121,12 @@ class Conversation:
     def has_failed(self) -> bool:
         return self._error is not None
 
-    def probe_soon(self) -> None:
-        """For a request whose body is large: once it has a chunk, TorchServe no longer sends its body again."""
-        self._probe_at = 0.0
+    def submitted(self, now: float, large: bool) -> None:
+        """The engine has all of it: from now on its client may be probed.
+
+        large    at once: once it has a chunk, TorchServe no longer sends its large body again
+        """
+        self._probe_at = now if large else now + FIRST_PROBE_SECONDS
 
     def hear(self, output: RequestOutput) -> None:
         """The engine's news. Raises APIError as `Answer.add` does."""
@@ -163,15 +168,15 @@ class Conversation:
     def _compose(self) -> None:
         """Add to `_unsent` what there is to say."""
         if self._error is not None:
-            self._closing = True
             as_event = self._started and self.wants_events
-            self._unsent += (sse.event(self._error_body()) if as_event else sse.compact(self._error_body())).encode()
-        elif self._body is not None:
+            self._unsent += _encoded(sse.event(self._error_body()) if as_event else sse.compact(self._error_body()))
             self._closing = True
-            self._unsent += self._body.encode()
+        elif self._body is not None:
+            self._unsent += _encoded(self._body)
+            self._closing = True
         elif self._outputs:
             outputs, self._outputs = self._outputs, []
-            self._unsent += self.answer.stream(outputs).encode()
+            self._unsent += _encoded(self.answer.stream(outputs))
             self._closing = self.answer.finished
 
     def _error_body(self) -> dict[str, Any]:
@@ -196,3 +201,8 @@ class Conversation:
     @property
     def _content_type(self) -> str:
         return sse.CONTENT_TYPE if self.wants_events else JSON
+
+
+def _encoded(text: str) -> bytes:
+    """JSON as UTF-8. Half a surrogate pair has no bytes there; its backslash form is JSON's own way of writing it."""
+    return text.encode(errors="backslashreplace")

@@ -172,8 +172,7 @@ class RoundTrip:
             return
         for request in conversation.answer.requests(tokens):
             self._engine.submit(request, self._inbox)
-        if sum(map(len, tokens)) >= LARGE_PROMPT_TOKENS:
-            conversation.probe_soon()
+        conversation.submitted(time.monotonic(), sum(map(len, tokens)) >= LARGE_PROMPT_TOKENS)
 
     # Between
 
