@@ -34,7 +34,7 @@ def test_a_short_request_joins_a_running_batch_at_the_very_next_step_and_finishe
 
 
 def test_a_finished_request_leaves_room_at_once_for_the_next_in_the_queue() -> None:
-    core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=2))
+    core = EngineCore(RecallExecutor(200), EngineConfig(block_size=16, max_num_seqs=2, enable_prefix_caching=False))
     for request_id, max_tokens in (("0", 3), ("1", 10), ("2", 4)):
         queue(core, request_id, [7] * 5, max_tokens)
     records = run(core)
@@ -44,9 +44,8 @@ def test_a_finished_request_leaves_room_at_once_for_the_next_in_the_queue() -> N
 
 
 def test_every_running_request_gets_its_token_at_every_step_while_a_long_prompt_prefills() -> None:
-    core = EngineCore(
-        RecallExecutor(400, max_model_len=4096), EngineConfig(block_size=16, max_num_seqs=8, max_num_batched_tokens=64)
-    )
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+    core = EngineCore(RecallExecutor(400, max_model_len=4096), config)
     for i in range(5):
         queue(core, str(i), [i + 1] * 10, 200)
     run(core, steps=3)

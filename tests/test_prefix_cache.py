@@ -99,6 +99,22 @@ def test_one_that_waits_for_a_prefix_computes_it_itself_when_the_other_is_cancel
     assert last["1"].num_cached_tokens == 24, "what the other had computed by then"
 
 
+def test_answers_to_the_same_prompt_share_its_pages_and_copy_the_one_where_they_part() -> None:
+    core = make(num_blocks=100, max_num_batched_tokens=64)
+    prompt = list(range(22))
+    for request_id in ("0", "1", "2"):
+        queue(core, request_id, prompt, 6)
+    core.step()
+    core.step()
+    assert len(core.scheduler.running) == 3
+    tables = core.pool.tables[[r.slot for r in core.scheduler.running]]
+    assert (tables[:, :5] == tables[0, :5]).all(), "five full pages in common"
+    assert len(set(tables[:, 5].tolist())) == 3, "a page of its own where they part"
+    answers, _, _ = finish(core)
+    assert core.stats().prefix_cache_hits == 2 * 21, "all but the last token, page or not"
+    assert all(answer == expected_answer(prompt, 6)[-len(answer) :] for answer in answers.values())
+
+
 def test_requests_of_different_namespaces_share_nothing() -> None:
     core = make()
     prompt = list(range(21))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from ifb_handler.engine.kv_pool import KVPool
@@ -28,9 +29,10 @@ class Node:
     """page     where the edge's keys and values are; None while `pending`
     pending     the request that is computing them
     used        the cache's clock when its page was last given up by a sequence
+    writers     the running requests that are filling the page after this one
     """
 
-    __slots__ = ("children", "key", "page", "parent", "pending", "used")
+    __slots__ = ("children", "key", "page", "parent", "pending", "used", "writers")
 
     def __init__(self, parent: Node | None, key: Hashable, pending: Request | None = None) -> None:
         self.parent = parent
@@ -39,6 +41,7 @@ class Node:
         self.page: int | None = None
         self.pending = pending
         self.used = 0
+        self.writers: set[Request] = set()
 
 
 class Prefix(NamedTuple):
@@ -46,11 +49,19 @@ class Prefix(NamedTuple):
 
     nodes         full pages, from the root on
     tail          a page whose first `num_tail` tokens come next; to be copied, since it goes on differently
+    tail_owner    whose page that is: a node, which may lose it, or a running request
     """
 
     nodes: list[Node]
-    tail: Node | None = None
+    tail: int | None = None
     num_tail: int = 0
+    tail_owner: Node | Request | None = None
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the tail is (still) there."""
+        gone = isinstance(self.tail_owner, Node) and self.tail_owner.page != self.tail
+        return self.tail is not None and not gone
 
     @property
     def pages(self) -> list[int]:
@@ -58,8 +69,8 @@ class Prefix(NamedTuple):
 
 
 NOTHING = Prefix([])
-# Beneath a page with more successors than this no one looks for a beginning in common: it costs a comparison a child.
-_MOST_CHILDREN_COMPARED = 16
+# Of the pages that follow another, as many are compared with what is wanted: a comparison costs microseconds.
+_MOST_COMPARED = 16
 
 
 class PrefixCache:
@@ -96,19 +107,25 @@ class PrefixCache:
             parent = node
         return Prefix(found, *self._longest_beginning(request, parent, len(found) * self._block_size))
 
-    def _longest_beginning(self, request: Request, parent: Node | None, start: int) -> tuple[Node | None, int]:
-        """The child page that begins most like the request's tokens from `start` on, and how many it has in common."""
+    def _longest_beginning(
+        self, request: Request, parent: Node | None, start: int
+    ) -> tuple[int | None, int, Node | Request | None]:
+        """The page after `parent` that begins most like the request's tokens from `start` on -> a Prefix's tail.
+
+        It is a full page in the tree, or one that a running request is filling (another answer to the same prompt).
+        """
         wanted = request.tokens[start : min(start + self._block_size, len(request.tokens) - 1)]
-        best, longest = None, 0
-        children = parent.children.items() if parent is not None else ()
-        if not wanted or len(children) > _MOST_CHILDREN_COMPARED:
-            return best, longest
-        for key, child in children:
-            tokens = array("q", key)
-            common = next((i for i, (a, b) in enumerate(zip(wanted, tokens, strict=False)) if a != b), len(wanted))
-            if common > longest and child.page is not None:
-                best, longest = child, common
-        return best, longest
+        if not wanted or parent is None:
+            return None, 0, None
+        best: tuple[int | None, int, Node | Request | None] = (None, 0, None)
+        for key, child in islice(parent.children.items(), _MOST_COMPARED):
+            if child.page is not None and (common := _common(wanted, array("q", key))) > best[1]:
+                best = child.page, common, child
+        for writer in islice(parent.writers, _MOST_COMPARED):
+            common = _common(wanted, writer.tokens[start : writer.num_computed])
+            if common > best[1]:
+                best = int(self._pool.tables[writer.slot, start // self._block_size]), common, writer
+        return best
 
     def start(self, request: Request, known: Prefix, num_cached: int) -> None:
         """The request, just admitted with `num_cached` tokens of `known`, will compute the rest of its full pages."""
@@ -127,6 +144,7 @@ class PrefixCache:
     def computed(self, request: Request) -> None:
         """Remember the pages that the request has filled since the last call; cheap when there is none."""
         full = request.num_computed // self._block_size
+        request.cache_node.writers.add(request)  # not before its first step: until then its pages may be empty
         if full <= request.cache_depth:
             return
         pages = self._pool.tables[request.slot, request.cache_depth : full].tolist()
@@ -142,6 +160,8 @@ class PrefixCache:
             else:  # another has computed the same meanwhile: one page is enough
                 self._pool.replace(request.slot, request.cache_depth + index, child.page)
             node = child
+        request.cache_node.writers.discard(request)
+        node.writers.add(request)
         request.cache_node, request.cache_depth = node, full
 
     def stop(self, request: Request, pages: list[int]) -> None:
@@ -152,6 +172,7 @@ class PrefixCache:
             if node is not None:
                 node.used = self._clock
                 self._offer(node)
+        request.cache_node.writers.discard(request)
         pending = request.cache_node
         for key in self._keys(request, request.cache_depth, len(request.tokens) // self._block_size):
             child = pending.children.get(key)
@@ -216,7 +237,16 @@ class PrefixCache:
                     raise RuntimeError("prefix cache: the pool does not know a page as cached")
                 if not child.children and not self._pool.ref_counts[child.page] and id(child) not in idle:
                     raise RuntimeError("prefix cache: an idle leaf cannot be reclaimed")
+                if any(writer.cache_node is not child or writer.slot is None for writer in child.writers):
+                    raise RuntimeError("prefix cache: a page is filled by a request that does not run there")
                 if node.page is not None and self._pool.ref_counts[child.page] > self._pool.ref_counts[node.page]:
                     raise RuntimeError("prefix cache: a page is in use whose forerunner is not")
         if seen != int(self._pool.in_cache.sum()):
             raise RuntimeError("prefix cache: the pool holds pages that no path reaches")
+
+
+def _common(first: array[int], second: array[int]) -> int:
+    """How many tokens the two have in common from their beginning."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -199,8 +199,8 @@ class Scheduler:
         self.pool.adopt(request.slot, known.pages)
         self.pool.extend(request.slot, num_tokens)
         request.num_computed = len(known.nodes) * self.pool.block_size
-        if known.tail is not None and known.tail.page is not None:  # it may just have been reclaimed
-            step.copies.append((known.tail.page, int(self.pool.tables[request.slot, len(known.nodes)])))
+        if known.has_tail:  # it may just have been reclaimed
+            step.copies.append((known.tail, int(self.pool.tables[request.slot, len(known.nodes)])))
             request.num_computed += known.num_tail
         if request.swapped:
             pages = self.pool.tables[request.slot, : len(request.swapped)].tolist()
