@@ -388,3 +388,32 @@ def test_an_unknown_route_is_a_404_that_lists_the_routes() -> None:
     assert caught.value.status == 404
     assert "POST v1/chat/completions" in caught.value.message
     assert "GET v1/models" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"messages": [{"role": "x" * 100_000, "content": "a"}]},
+        {"messages": [{"role": "user", "name": "x" * 100_000, "content": "a"}]},
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "x" * 10**5}}}]}
+            ]
+        },
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "x" * 100_000}}],
+        },
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"system": "x" * 100_000}},
+    ],
+)
+def test_all_that_a_chat_template_may_write_out_is_counted_before_it_is(
+    model: ServedModel, long: dict[str, Any]
+) -> None:
+    asked = ask(model, "v1/chat/completions", {"body": long})
+    assert asked.characters >= 100_000
+    with pytest.raises(APIError) as refused:
+        asked.check_sizes(model)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    assert refused.value.code == "context_length_exceeded"

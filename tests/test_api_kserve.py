@@ -167,3 +167,10 @@ def test_v2_names_the_part_of_the_tensor_at_fault(model: ServedModel, fields: di
     error = refusal(model, fields)
     assert (error.status, error.param) == (400, param)
     assert V2Answer.error_body(error) == {"error": error.message}
+
+
+def test_v2_token_ids_are_refused_by_their_number_before_they_are_looked_at(model: ServedModel) -> None:
+    million = ["no token id"] * 1_000_000
+    for shape, param in (([10**6], "inputs[0].data"), ([10**6, 1], "inputs[0]"), ([3], "inputs[0].shape")):
+        fields = {"inputs": [tensor(datatype="INT64", shape=shape, data=million)]}
+        assert refusal(model, fields).param == param

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ifb_handler.api.errors import APIError, bad_field, shown
@@ -15,6 +16,8 @@ from ifb_handler.api.tools import Tools, template_of
 _ROLES = {"developer": "system"}
 # Kinds of content parts that are texts, each with the key that holds it.
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+# Characters that a template writes around a message, at the least: marks of its begin and its end.
+_AROUND_MESSAGE = 8
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,12 @@ class ChatPrompt(Prompt):
     template_options: dict[str, Any] = field(default_factory=lambda: {"add_generation_prompt": True})
     param: str = "messages"
 
-    @property
+    @cached_property
     def characters(self) -> int:  # type: ignore[override]
-        return sum(len(message["content"] or "") for message in self.messages)
+        """Of all that a template may write out: what lies beside the contents can be as long as they are."""
+        given: list[Any] = [self.tools.definitions] if self.tools else []
+        given += [option for option in self.template_options.values() if not isinstance(option, bool)]
+        return sum(map(_length, self.messages)) + sum(map(_written_length, given))
 
     def token_ids(self, model: ServedModel) -> list[int]:
         template = template_of(model, self.tools)
@@ -50,6 +56,18 @@ class ChatPrompt(Prompt):
         except Exception as error:  # a template refuses in its own words: roles out of order, for instance
             raise bad_field(self.param, f"the model's chat template refuses them: {error}") from error
         return tokenize(model, text, self.param, add_special_tokens=False)
+
+
+def _length(message: dict[str, Any]) -> int:
+    own = (len(value) if isinstance(value, str) else _written_length(value) for value in message.values())
+    return _AROUND_MESSAGE + sum(own)
+
+
+def _written_length(value: Any) -> int:
+    try:
+        return len(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise bad_field("messages", "they, or their tools, are nested too deeply") from None
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 from ifb_handler.api.answer import Answer, Asked, Choice, Part
 from ifb_handler.api.errors import APIError, bad_field, shown
 from ifb_handler.api.fields import Fields, names_no_length, section, text
-from ifb_handler.api.limits import check_batch, handling
+from ifb_handler.api.limits import check_batch, check_tokens, handling
 from ifb_handler.api.plain import one_answer
 from ifb_handler.api.prompts import Prompt, TextPrompt, TokenPrompt, read_prompt
 from ifb_handler.api.served_model import ServedModel
@@ -101,8 +101,7 @@ def read_v2(fields: Fields, model: ServedModel) -> V2Asked:
     inputs = fields.get("inputs")
     if not isinstance(inputs, list) or len(inputs) != 1:
         raise bad_field("inputs", f"{shown(inputs)} is not a list of one tensor, BYTES texts or INT64 token ids")
-    prompts = _tensor("inputs[0]", inputs[0])
-    check_batch("inputs[0]", len(prompts), model.config)
+    prompts = _tensor("inputs[0]", inputs[0], model)
     parameters = section(fields, "parameters")
     try:
         params = one_answer({**parameters, "stream": None}, model)
@@ -116,7 +115,7 @@ def read_v2(fields: Fields, model: ServedModel) -> V2Asked:
     )
 
 
-def _tensor(where: str, tensor: object) -> Sequence[Prompt]:
+def _tensor(where: str, tensor: object, model: ServedModel) -> Sequence[Prompt]:
     """One prompt for each text, or for each row of token ids."""
     if not isinstance(tensor, dict):
         raise bad_field(where, f"{shown(tensor)} is not a tensor with name, shape, datatype and data")
@@ -129,34 +128,38 @@ def _tensor(where: str, tensor: object) -> Sequence[Prompt]:
         raise bad_field(f"{where}.data", f"{shown(data)} is not a list")
     datatype = tensor.get("datatype")
     if datatype == "BYTES":
-        return _texts(where, shape, data)
+        return _texts(where, shape, data, model)
     if datatype == "INT64":
-        return _rows(where, shape, data)
+        return _rows(where, shape, data, model)
     raise bad_field(f"{where}.datatype", f"{shown(datatype)} is not BYTES (texts) or INT64 (token ids)")
 
 
-def _texts(where: str, shape: list[int], data: list[Any]) -> Sequence[Prompt]:
+def _texts(where: str, shape: list[int], data: list[Any], model: ServedModel) -> Sequence[Prompt]:
     if shape not in ([len(data)], [len(data), 1]):
         raise bad_field(f"{where}.shape", f"{shown(shape)} is not that of the data, [{len(data)}]")
+    check_batch(where, len(data), model.config)
     for i, value in enumerate(data):
         if not isinstance(value, str) or not value:
             raise bad_field(f"{where}.data[{i}]", f"{shown(value)} is not a text")
     return [TextPrompt(value, f"{where}.data[{i}]") for i, value in enumerate(data)]
 
 
-def _rows(where: str, shape: list[int], data: list[Any]) -> Sequence[Prompt]:
+def _rows(where: str, shape: list[int], data: list[Any], model: ServedModel) -> Sequence[Prompt]:
     """Token ids in rows; the data may be nested as the shape says, or flat."""
     if len(shape) > 2:
         raise bad_field(f"{where}.shape", f"{shown(shape)} is not [tokens] or [prompts, tokens]")
-    flat = [token for row in data for token in (row if isinstance(row, list) else [row])]
     width = shape[-1]
     num_rows = shape[0] if len(shape) == 2 else 1
-    nested = any(isinstance(row, list) for row in data)
-    fits = len(flat) == num_rows * width
-    if nested and (len(data) != num_rows or any(not isinstance(row, list) or len(row) != width for row in data)):
-        fits = False
-    if not fits:
-        raise bad_field(f"{where}.shape", f"{shown(shape)} is not that of the data, which has {len(flat)} elements")
+    # By their number first: a million of them would take long to walk.
+    check_batch(where, num_rows, model.config)
+    check_tokens(width, f"{where}.data", model)
+    nested = bool(data) and isinstance(data[0], list)
+    if len(data) != (num_rows if nested else num_rows * width) or (
+        nested and any(not isinstance(row, list) or len(row) != width for row in data)
+    ):
+        what = f"{len(data)} {'rows' if nested else 'elements'}"
+        raise bad_field(f"{where}.shape", f"{shown(shape)} is not that of the data, which has {what}")
+    flat = [token for row in data for token in row] if nested else data
     for token in flat:
         if type(token) is not int:
             raise bad_field(f"{where}.data", f"{shown(token)} is not a token id")

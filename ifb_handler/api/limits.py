@@ -77,8 +77,7 @@ def fit(
     Raises a 400 APIError when the prompt, or the prompt with what is asked for, is longer than the server allows.
     """
     config = model.config
-    if num_prompt_tokens > model.max_prompt_tokens:
-        raise bad_field(param, f"{num_prompt_tokens} tokens are above {_prompt_limit(model)}", TOO_LONG)
+    check_tokens(num_prompt_tokens, param, model)
     if config.max_total_tokens is None:
         return params
     room = config.max_total_tokens - num_prompt_tokens
@@ -92,6 +91,12 @@ def fit(
             TOO_LONG,
         )
     return params
+
+
+def check_tokens(count: int, param: str, model: ServedModel) -> None:
+    """Raises a 400 for more tokens than a prompt may have."""
+    if count > model.max_prompt_tokens:
+        raise bad_field(param, f"{count} tokens are above {_prompt_limit(model)}", TOO_LONG)
 
 
 def check_characters(characters: int, param: str, model: ServedModel) -> None:

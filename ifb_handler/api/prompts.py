@@ -12,7 +12,7 @@ from typing import Any
 
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, integer
-from ifb_handler.api.limits import check_batch, check_characters
+from ifb_handler.api.limits import check_batch, check_characters, check_tokens
 from ifb_handler.api.served_model import ServedModel
 
 
@@ -46,6 +46,7 @@ class TokenPrompt(Prompt):
         return self.ids
 
     def check_length(self, model: ServedModel) -> None:
+        check_tokens(len(self.ids), self.param, model)
         for token in self.ids:
             if not 0 <= token < model.vocab_size:
                 raise bad_field(self.param, f"token id {shown(token)} is not from 0 to {model.vocab_size - 1}")
