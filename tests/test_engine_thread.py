@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from recall_executor import RecallExecutor, expected_answer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.engine import Engine
@@ -187,6 +190,23 @@ def test_a_token_id_outside_the_vocabulary_is_refused_by_its_field_and_kills_not
         engine.generate([[1]], SamplingParams(**{field: value}))
     assert refused.value.param == field
     assert engine.is_healthy
+
+
+def test_numpy_and_torch_integers_are_token_ids_and_truth_values_are_not(engine: Engine) -> None:
+    ids = [5, 6, 7]
+    same = [ids, np.array(ids, np.int32), list(np.array(ids)), torch.tensor(ids), list(torch.tensor(ids)), tuple(ids)]
+    assert [o.token_ids for o in engine.generate(same, GREEDY)] == [expected_answer(ids, 8)] * len(same)
+    for bad in (True, np.True_, torch.tensor(True), 1.0, np.float32(1), torch.tensor(1.0), "1", None):
+        with pytest.raises(RequestError, match="token ids are integers from 0 to 88") as refused:
+            engine.generate([[1, bad]], GREEDY)
+        assert refused.value.param == "prompt"
+
+
+def test_a_prompt_with_a_lone_surrogate_is_refused_by_its_name() -> None:
+    with Engine.with_executor(RecallExecutor(4), tokenizer=Tokenizer(BPE())) as engine:
+        with pytest.raises(RequestError, match=r"prompt: .* has a lone surrogate at 2") as refused:
+            engine.generate(["ab\ud800"], GREEDY)
+        assert refused.value.param == "prompt"
 
 
 def test_a_failed_step_ends_the_requests_in_it_and_no_others() -> None:

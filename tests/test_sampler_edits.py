@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 from ifb_handler.engine.bad_words import tokenize
 from ifb_handler.engine.errors import RequestError
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler, kept_weights
-from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.sampling_params import MAX_BAD_WORD_LENGTH, SamplingParams
 
 VOCAB_SIZE = 300
 EOS = (7, 8)
@@ -277,13 +277,20 @@ def test_a_bad_word_begun_in_the_prompt_may_be_ended() -> None:
 
 def test_a_bad_word_that_makes_no_tokens_or_has_no_tokenizer_is_refused() -> None:
     class Silent:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            return []
+        def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[] for _ in texts]}
 
     for tokenizer, message in ((Silent(), "bad_words: 'x' makes no tokens"), (None, "bad_words: this engine has no")):
         with pytest.raises(RequestError, match=message) as refused:
             tokenize(["x"], tokenizer)
         assert refused.value.param == "bad_words"
+
+
+def test_a_bad_word_that_makes_too_many_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    with pytest.raises(RequestError, match=r"bad_words: .* makes more than 256 tokens") as refused:
+        tokenize(["\U0001f9a5" * MAX_BAD_WORD_LENGTH], tokenizer)
+    assert refused.value.param == "bad_words"
 
 
 def test_penalised_probabilities_are_what_the_filters_see() -> None:

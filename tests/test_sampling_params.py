@@ -7,7 +7,16 @@ import math
 import pytest
 
 from ifb_handler.engine.errors import RequestError
-from ifb_handler.engine.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from ifb_handler.engine.sampling_params import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_BAD_WORDS_LENGTH,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +170,41 @@ def test_temperatures_too_small_to_tell_from_greedy_are_greedy() -> None:
     assert SamplingParams(temperature=0.0).greedy
     assert SamplingParams(temperature=1e-6).greedy
     assert not SamplingParams(temperature=1e-4).greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "too_much"),
+    [
+        ("bad_words", [f"w{i}" for i in range(256)], [f"w{i}" for i in range(257)]),
+        ("bad_words", [[i] for i in range(MAX_BAD_WORD_SEQUENCES)], [[i] for i in range(MAX_BAD_WORD_SEQUENCES + 1)]),
+        ("bad_words", ["w" * MAX_BAD_WORD_LENGTH], ["w" * (MAX_BAD_WORD_LENGTH + 1)]),
+        ("bad_words", [[1] * MAX_BAD_WORD_LENGTH], [[1] * (MAX_BAD_WORD_LENGTH + 1)]),
+        (
+            "bad_words",
+            [f"{i:>64}" for i in range(MAX_BAD_WORDS_LENGTH // 64)],
+            [f"{i:>64}" for i in range(MAX_BAD_WORDS_LENGTH // 64 + 1)],
+        ),
+        ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS)), list(range(MAX_STOP_TOKEN_IDS + 1))),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES), 1), dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1)),
+    ],
+)
+def test_more_than_a_field_may_hold_is_refused_in_few_words(field: str, most: object, too_much: object) -> None:
+    assert len(getattr(SamplingParams(**{field: most}), field)) == len(most)
+    with pytest.raises(RequestError, match=rf"^{field}: \d+ .* are more than \d+$") as refused:
+        SamplingParams(**{field: too_much})
+    assert refused.value.param == field
+    assert len(refused.value.message) < 100
+
+
+def test_repeats_are_dropped_before_they_are_counted() -> None:
+    params = SamplingParams(bad_words=["a", [1, 2]] * 1000, stop_token_ids=[3, 4] * 1000, allowed_token_ids=[5] * 9)
+    assert params.bad_words == ("a", (1, 2))
+    assert params.stop_token_ids == (3, 4)
+    assert params.allowed_token_ids == (5,)
+
+
+@pytest.mark.parametrize("field", ["bad_words", "stop"])
+def test_a_lone_surrogate_is_refused_by_its_field(field: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{field}: .* has a lone surrogate at 1") as refused:
+        SamplingParams(**{field: ["good", "x\ud800"]})
+    assert refused.value.param == field

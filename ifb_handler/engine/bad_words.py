@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ifb_handler.engine.errors import RequestError
+from ifb_handler.engine.sampling_params import MAX_BAD_WORD_LENGTH
 
 _ANY, _NONE = -1, -2
 
@@ -19,20 +20,21 @@ _ANY, _NONE = -1, -2
 def tokenize(words: Sequence[str | Sequence[int]], tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
     """The token id sequences that stand for `words`, each once; one that is token ids already stands for itself.
 
-    Raises RequestError where there is no tokenizer for a text, or where it makes no token of it.
+    Raises RequestError where there is no tokenizer for a text, or where it makes no token of it, or too many.
     """
+    texts = [word.lstrip() for word in words if isinstance(word, str)]
+    if texts and tokenizer is None:
+        raise RequestError("bad_words: this engine has no tokenizer; give token ids", "bad_words")
+    both = [spaced for text in texts for spaced in (text, f" {text}")]
+    found = iter(tokenizer(both, add_special_tokens=False)["input_ids"] if both else ())
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
-        if not isinstance(word, str):
-            sequences[tuple(word)] = None
-            continue
-        if tokenizer is None:
-            raise RequestError("bad_words: this engine has no tokenizer; give token ids", "bad_words")
-        texts = (word.lstrip(), f" {word.lstrip()}")
-        found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        if not any(found):
+        of_word = [tuple(word)] if not isinstance(word, str) else [tuple(next(found)), tuple(next(found))]
+        if not any(of_word):
             raise RequestError(f"bad_words: {word!r} makes no tokens", "bad_words")
-        sequences.update((ids, None) for ids in found if ids)
+        if max(map(len, of_word)) > MAX_BAD_WORD_LENGTH:
+            raise RequestError(f"bad_words: {word!r} makes more than {MAX_BAD_WORD_LENGTH} tokens", "bad_words")
+        sequences.update((ids, None) for ids in of_word if ids)
     return tuple(sequences)
 
 

@@ -31,6 +31,14 @@ _COUNTS = (
     "num_threads",
 )
 
+# Far above what a machine can use, and below what overflows or exhausts it before anything names the option.
+_MOST = {
+    "max_model_len": 2**24,
+    "block_size": 1024,
+    "max_num_seqs": 65_536,
+    "max_num_batched_tokens": 2**20,
+    "num_gpu_blocks_override": 2**31 - 1,
+}
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -57,8 +65,8 @@ class EngineConfig:
                                token and head; about a quarter of float32's memory, half of bfloat16's
     device                     auto, cpu, cuda or cuda:N
     max_model_len              prompt plus answer, in tokens; None: what the model was trained for
-    block_size                 tokens in a KV page
-    max_num_seqs               most requests in the running batch
+    block_size                 tokens in a KV page, a power of two up to 1024
+    max_num_seqs               most requests in the running batch, up to 65536
     max_num_batched_tokens     token budget of one step: decodes first, then prefill chunks; None: 256 on a CPU, 2048 on
                                a GPU, or max_num_seqs if that is more
     target_itl_ms              milliseconds between two tokens of an answer to aim at: the token budget adapts to it;
@@ -89,7 +97,7 @@ class EngineConfig:
     request_timeout            seconds until a request is ended with an error; a request may ask for less; None: never
     seed                       seeds the requests that bring no seed of their own; None: from the system
     attention_backend          auto, triton, cpu or torch
-    num_threads                threads of torch and the CPU kernels; None: torch's own choice
+    num_threads                threads of torch and the CPU kernels, up to the machine's cores; None: torch's own choice
     """
 
     model: str = "smollm2-135m"
@@ -153,7 +161,7 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("model: '' is not a model's name, folder or file")
         for name in _COUNTS:
-            _at_least_one(name, getattr(self, name))
+            _count(name, getattr(self, name))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -190,6 +198,10 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
 
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
+def _count(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if value < 1:
         raise ConfigError(f"{name}: {value} is not at least 1")
+    if value > _MOST.get(name, value):
+        raise ConfigError(f"{name}: {value} is more than {_MOST[name]}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import random
 import threading
 import time
@@ -29,9 +30,10 @@ from ifb_handler.engine.mailbox import Mailbox
 from ifb_handler.engine.model_executor import ModelExecutor
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
 from ifb_handler.engine.request import GenerationRequest, Request
-from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.sampling_params import SamplingParams, check_text
 from ifb_handler.engine.scheduler import Schedule
 from ifb_handler.engine.stopping import OutputAssembler
+from ifb_handler.models.loading import open_checkpoint
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import resolve
 from ifb_handler.models.tokenizer import load_tokenizer
@@ -51,6 +53,7 @@ class Engine:
     def __init__(self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": model, **options})
         files = resolve(config.model, progress=progress)
+        open_checkpoint(files)  # a broken one is named for what it is, before its tokenizer fails at it
         tokenizer = load_tokenizer(files, config.tokenizer)
         executor = ModelExecutor(config, files, progress=progress)
         self._start(config, executor, tokenizer, config.served_model_name or executor.model.name)
@@ -111,6 +114,7 @@ class Engine:
         If one answer fails, the others are aborted. A `best_of` above `n` gives each answer whole, in one output.
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
+        request = dataclasses.replace(request, prompt_token_ids=_plain_integers(request.prompt_token_ids))
         limit = self._check_request(request)
         params = sequence_params(request.params)
         if params.bad_words:
@@ -158,7 +162,7 @@ class Engine:
         prompt = request.prompt_token_ids
         if not len(prompt):
             raise RequestError("prompt: is empty; it must hold at least one token", "prompt")
-        if not all(type(token) is int for token in prompt) or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+        if set(map(type, prompt)) != {int} or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise RequestError(f"prompt: token ids are integers from 0 to {self.vocab_size - 1}", "prompt")
         for field, ids in request.params.token_ids.items():
             bad = [i for i in ids if i >= self.vocab_size]
@@ -362,6 +366,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("prompt: this engine has no tokenizer; give token ids", "prompt")
+            check_text("prompt", prompt)
             prompt = self.tokenizer.encode(prompt)
         return GenerationRequest(f"python-{uuid.uuid4().hex}", prompt, params or SamplingParams())
 
@@ -384,3 +389,15 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+def _plain_integers(ids: Sequence[Any]) -> Sequence[Any]:
+    """`ids` with numpy's and torch's integers as Python's; what is no integer, a truth value too, stays as it is."""
+    if set(map(type, ids)) <= {int}:
+        return ids
+    try:
+        return [
+            i if isinstance(i, bool) or str(getattr(i, "dtype", "")) == "torch.bool" else operator.index(i) for i in ids
+        ]
+    except TypeError:
+        return ids

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,6 +33,9 @@ class ModelExecutor(Executor):
     def __init__(self, config: EngineConfig, files: ModelFiles, progress: Progress | None = None) -> None:
         self.device = _device(config.device)
         if config.num_threads is not None:
+            cores = os.cpu_count() or 1
+            if config.num_threads > cores:
+                raise ConfigError(f"num_threads: {config.num_threads} is more than this machine's {cores} cores")
             torch.set_num_threads(config.num_threads)
         self.backend = _backend(self.device, config.attention_backend)
         self.model = load_model(files, dtype=config.dtype, device=self.device, backend=self.backend, progress=progress)
@@ -46,16 +52,18 @@ class ModelExecutor(Executor):
         self.num_blocks = config.num_gpu_blocks_override or min(useful, self._memory_for_pages(config) // page)
         if self.num_blocks < 1:
             raise ConfigError(f"the KV pool has no room for one page of {page} bytes beside the weights")
+        self._page_bytes = page
         self.pool_bytes = self.num_blocks * page
-        self.pages = self.backend.allocate(
-            shape.num_layers,
-            self.num_blocks,
-            config.block_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            kv_dtype,
-            self.device,
-        )
+        with _fitting(_pool_option(config, self.device), self.pool_bytes, self.device):
+            self.pages = self.backend.allocate(
+                shape.num_layers,
+                self.num_blocks,
+                config.block_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+                kv_dtype,
+                self.device,
+            )
 
     def _memory_for_pages(self, config: EngineConfig) -> int:
         if self.device.type == "cpu":
@@ -91,14 +99,15 @@ class ModelExecutor(Executor):
                 tensor[target] = tensor[source]
 
     def allocate_swap_space(self, num_bytes: int) -> int:
-        num_pages = num_bytes // (self.pool_bytes // self.num_blocks)
+        num_pages = num_bytes // self._page_bytes
         if num_pages:
             pinned = self.device.type != "cpu"
-            self._host = [
-                torch.empty((num_pages, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
-                for layer in self.pages
-                for tensor in layer.tensors()
-            ]
+            with _fitting("swap_space", num_bytes, torch.device("cpu")):
+                self._host = [
+                    torch.empty((num_pages, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
+                    for layer in self.pages
+                    for tensor in layer.tensors()
+                ]
         return num_pages
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
@@ -146,6 +155,30 @@ def _backend(device: torch.device, name: str) -> AttentionBackend:
         return select_backend(device, None if name == "auto" else name)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}") from error
+
+
+def _pool_option(config: EngineConfig, device: torch.device) -> str:
+    """The option that the pool's size comes from."""
+    if config.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    return "cpu_kv_cache_gib" if device.type == "cpu" else "gpu_memory_utilization"
+
+
+@contextmanager
+def _fitting(option: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+    """Raises ConfigError naming `option` if the `num_bytes` to be allocated within are more than there is.
+
+    A system that overcommits hands out more than it has, and kills the process when it is used.
+    """
+    wanted = f"{option}: asks for {num_bytes / _GIB:.1f} GiB on {device}"
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_bytes > memory:
+            raise ConfigError(f"{wanted}, which has {memory / _GIB:.1f}")
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+        raise ConfigError(f"{wanted}, which cannot be allocated: {error}") from error
 
 
 def _give_back_freed_memory() -> None:

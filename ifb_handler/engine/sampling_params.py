@@ -14,6 +14,18 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 """Most of the likeliest tokens that `logprobs` and `prompt_logprobs` can ask for at each position: OpenAI's limit."""
 
+# Repeats are not counted. They keep what a field costs the engine within milliseconds.
+MAX_BAD_WORD_SEQUENCES = 512
+"""Most token id sequences that `bad_words` may stand for; a text is two: as it is, and with a space before it."""
+MAX_BAD_WORD_LENGTH = 256
+"""Most characters, or token ids, of one of the `bad_words`."""
+MAX_BAD_WORDS_LENGTH = 4096
+"""Most characters of all texts in `bad_words` together."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+"""About the largest vocabulary there is; the engine refuses what is not in its own."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -32,15 +44,19 @@ class SamplingParams:
     frequency_penalty          taken off the logit of a token once each time it was generated before, -2 to 2
     repetition_penalty         > 0: what the logits of all tokens in prompt and answer so far are divided by (a negative
                                one is multiplied)
-    logit_bias                 token id (or the same as text, as JSON has it) to what is added to its logit, -100 to 100
-    allowed_token_ids          only these may be generated; not empty; None: all
-    bad_words                  texts that are not generated, nor with a space before them; or token id sequences
+    logit_bias                 token id (or the same as text, as JSON has it) to what is added to its logit, -100 to
+                               100; at most MAX_LOGIT_BIASES
+    allowed_token_ids          only these may be generated; not empty, at most MAX_ALLOWED_TOKEN_IDS; None: all
+    bad_words                  texts that are not generated, nor with a space before them; or token id sequences. At
+                               most 256 texts or 512 sequences, each of at most MAX_BAD_WORD_LENGTH characters or ids;
+                               the texts of at most MAX_BAD_WORDS_LENGTH together
     logprobs                   give the log probability of each chosen token and of so many of the likeliest, 0 to
                                MAX_LOGPROBS; None: give none
     prompt_logprobs            the same for the prompt's tokens
     seed                       0 to 2**64 - 1; the same seed gives the same tokens whoever the neighbours are
     stop                       text that ends the answer, not part of it unless include_stop_str_in_output
-    stop_token_ids             token ids that end the answer beside the model's own end-of-sequence ids
+    stop_token_ids             token ids that end the answer beside the model's own end-of-sequence ids; at most
+                               MAX_STOP_TOKEN_IDS
     ignore_eos                 do not stop at the model's end-of-sequence ids
     structured                 the form that the answer is held to. It ends when that is fulfilled: if nothing can
                                follow, or at an end-of-sequence id, which can come nowhere else; before min_tokens
@@ -119,7 +135,8 @@ class SamplingParams:
                 _integer(field, getattr(self, field), 0, MAX_LOGPROBS)
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids: [] leaves no token to generate", "allowed_token_ids")
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
@@ -132,7 +149,7 @@ class SamplingParams:
             raise RequestError(f"structured: {self.structured!r} is not a StructuredOutput", "structured")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stops))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stops, MAX_STOP_TOKEN_IDS))
 
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:
@@ -155,32 +172,57 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         return ()
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
-        raise RequestError(f"stop: {stop!r} is not a non-empty string or a list of them", "stop")
+        raise RequestError(f"stop: {_shown(stop)} is not a non-empty string or a list of them", "stop")
+    for text in strings:
+        check_text("stop", text)
     return tuple(strings)
 
 
-def _token_ids(field: str, ids: object) -> tuple[int, ...]:
+def check_text(field: str, text: str) -> None:
+    """Raises RequestError for a lone surrogate: no token stands for one, and tokenizers fail at it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field}: {_shown(text)} has a lone surrogate at {error.start}, which is not text", field
+        ) from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _token_ids(field: str, ids: object, most: int) -> tuple[int, ...]:
     if not _are_token_ids(ids):
-        raise RequestError(f"{field}: {ids!r} is not a list of token ids", field)
-    return tuple(ids)  # type: ignore[arg-type]
+        raise RequestError(f"{field}: {_shown(ids)} is not a list of token ids", field)
+    different = tuple(dict.fromkeys(ids))  # type: ignore[call-overload]
+    _at_most(field, len(different), most, "token ids")
+    return different
+
+
+def _at_most(field: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise RequestError(f"{field}: {count} {what} are more than {most}", field)
 
 
 def _are_token_ids(ids: object) -> bool:
-    return isinstance(ids, (list, tuple)) and all(type(i) is int and i >= 0 for i in ids)
+    return isinstance(ids, (list, tuple)) and set(map(type, ids)) <= {int} and min(ids, default=0) >= 0
 
 
 def _logit_bias(biases: object) -> dict[int, float] | None:
     if biases is None:
         return None
     if not isinstance(biases, Mapping):
-        raise RequestError(f"logit_bias: {biases!r} is not a map of token ids to numbers", "logit_bias")
+        raise RequestError(f"logit_bias: {_shown(biases)} is not a map of token ids to numbers", "logit_bias")
+    _at_most("logit_bias", len(biases), MAX_LOGIT_BIASES, "token ids")
     by_id: dict[int, float] = {}
     for key, bias in biases.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
         if type(token_id) is not int or token_id < 0:
-            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+            raise RequestError(f"logit_bias: {_shown(key)} is not a token id", "logit_bias")
         if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not -100 <= bias <= 100:
-            raise RequestError(f"logit_bias: {bias!r}, for token {token_id}, is not in [-100, 100]", "logit_bias")
+            raise RequestError(f"logit_bias: {_shown(bias)}, for token {token_id}, is not in [-100, 100]", "logit_bias")
         by_id[token_id] = float(bias)
     return by_id
 
@@ -191,5 +233,17 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     if not isinstance(words, (list, tuple)) or not all(
         word and (isinstance(word, str) or _are_token_ids(word)) for word in words
     ):
-        raise RequestError(f"bad_words: {words!r} is not a list of non-empty texts or token id lists", "bad_words")
-    return tuple(word if isinstance(word, str) else tuple(word) for word in words)
+        raise RequestError(
+            f"bad_words: {_shown(words)} is not a list of non-empty texts or token id lists", "bad_words"
+        )
+    different = tuple(dict.fromkeys(word if isinstance(word, str) else tuple(word) for word in words))
+    texts = [word for word in different if isinstance(word, str)]
+    what = "token id sequences (a text is two)"
+    _at_most("bad_words", len(different) + len(texts), MAX_BAD_WORD_SEQUENCES, what)
+    for word in different:
+        what = "characters of a word" if isinstance(word, str) else "token ids of a word"
+        _at_most("bad_words", len(word), MAX_BAD_WORD_LENGTH, what)
+    _at_most("bad_words", sum(map(len, texts)), MAX_BAD_WORDS_LENGTH, "characters in all")
+    for text in texts:
+        check_text("bad_words", text)
+    return different
