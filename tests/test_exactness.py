@@ -229,7 +229,7 @@ def test_answers_are_exact_when_preempted_requests_are_swapped(
     llama_and_cases: tuple[ModelExecutor, list[Case]], enable_prefix_caching: bool
 ) -> None:
     modes = {"swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": enable_prefix_caching}
-    core = run_at_random(*llama_and_cases, 20, max_num_seqs=6, budget=48, seed=3, **modes)
+    core = run_at_random(*llama_and_cases, 17, max_num_seqs=8, budget=64, seed=7, **modes)
     assert core.num_swapped_pages > 0
 
 
