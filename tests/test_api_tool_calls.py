@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tiny_llama import write_tokenizer
 
@@ -345,3 +347,57 @@ def test_tools_that_cannot_be_used_are_a_400_that_names_the_part(
     with pytest.raises(APIError) as caught:
         openai_chat.read({"messages": QUESTION, "tools": [WEATHER, TIME], **body}, hermes)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+TREE = {
+    "type": "object",
+    "$id": "https://example.com/tree",
+    "properties": {
+        "leaf": {"$ref": "#/$defs/Leaf"},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+        "const": {"$ref": "#/definitions/Flag"},
+        "kind": {"const": {"$ref": "#/$defs/Leaf"}},
+    },
+    "required": ["leaf"],
+    "additionalProperties": False,
+    "$defs": {"Leaf": {"type": "integer"}},
+    "definitions": {"Flag": {"type": "boolean"}},
+}
+LEAF_IS_TEXT = {
+    "type": "object",
+    "properties": {"leaf": {"$ref": "#/$defs/Leaf"}},
+    "required": ["leaf"],
+    "$defs": {"Leaf": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "valid"),
+    [
+        ("tree", {"leaf": 1}, True),
+        ("tree", {"leaf": "a"}, False),
+        ("tree", {"leaf": 1, "children": [{"leaf": 2, "children": [{"leaf": 3}]}]}, True),
+        ("tree", {"leaf": 1, "children": [{"leaf": "a"}]}, False),
+        ("tree", {"leaf": 1, "children": [[{"name": "tree", "arguments": {"leaf": 1}}]]}, False),
+        ("tree", {"leaf": 1, "const": True}, True),
+        ("tree", {"leaf": 1, "const": 5}, False),
+        ("tree", {"leaf": 1, "kind": {"$ref": "#/$defs/Leaf"}}, True),
+        ("text", {"leaf": "a"}, True),
+        ("text", {"leaf": 1}, False),
+    ],
+)
+def test_a_required_calls_arguments_are_held_to_what_the_tools_schema_refers_to(
+    hermes: ServedModel, name: str, arguments: Any, valid: bool
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "tree", "parameters": TREE}},
+        {"type": "function", "function": {"name": "text", "parameters": LEAF_IS_TEXT}},
+    ]
+    asked = openai_chat.read({"messages": QUESTION, "tools": tools, "tool_choice": "required"}, hermes)
+    schema = asked.parts[0].params.structured.value
+    Draft202012Validator.check_schema(schema)
+    assert Draft202012Validator(schema).is_valid([{"name": name, "arguments": arguments}]) == valid
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+    text = json.dumps([{"name": name, "arguments": arguments}], separators=(", ", ": ")).encode()
+    assert not matcher.is_error(), matcher.get_error()
+    assert (matcher.try_consume_tokens([*text]) == len(text)) == valid

@@ -9,6 +9,7 @@ from typing import Any
 from ifb_handler.api import structured_output
 from ifb_handler.api.errors import bad_field, shown
 from ifb_handler.api.fields import Fields, flag, is_encodable, section, text
+from ifb_handler.api.schema_references import moved
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.api.tool_calls import ARRAY, NamedCallReader, ToolCallReader, format_of
 
@@ -55,9 +56,7 @@ class Tools:
             chosen = next(tool for tool in self.definitions if tool["function"]["name"] == self.choice)
             return structured_output.of_schema(_parameters(chosen), "tool_choice")
         if self.choice == _REQUIRED:
-            calls: dict[str, Any] = {"type": "array", "items": {"anyOf": list(map(_call, self.definitions))}}
-            calls |= {"minItems": 1} if self.parallel else {"minItems": 1, "maxItems": 1}
-            return structured_output.of_schema(calls, "tool_choice")
+            return structured_output.of_schema(_calls(self.definitions, self.parallel), "tool_choice")
         return None
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,9 +123,21 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or {"type": "object", "properties": {}}
 
 
-def _call(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call of this tool."""
-    properties = {"name": {"const": tool["function"]["name"]}, "arguments": _parameters(tool)}
+def _calls(tools: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+    """The schema of a list of calls, with each tool's parameters in a place of their own."""
+    places = {f"tool_{i}": tool for i, tool in enumerate(tools)}
+    most = {} if parallel else {"maxItems": 1}
+    try:
+        parameters = {name: moved(_parameters(tool), f"#/$defs/{name}") for name, tool in places.items()}
+    except RecursionError:
+        raise bad_field("tools", "their parameters are nested too deeply") from None
+    calls = [_call(tool, f"#/$defs/{name}") for name, tool in places.items()]
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": parameters}
+
+
+def _call(tool: dict[str, Any], parameters: str) -> dict[str, Any]:
+    """The schema of a call of this tool, whose parameters' schema is to be found there."""
+    properties = {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": parameters}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
