@@ -62,6 +62,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
         ("cpu_kv_cache_gib", math.inf),
         ("cpu_kv_cache_gib", 10**400),
         ("cpu_kv_cache_gib", True),
+        ("cpu_kv_cache_gib", 1e300),
+        ("swap_space", 1e300),
         ("default_max_tokens", 0),
         ("seed", -1),
         ("seed", 2**64),

@@ -39,6 +39,7 @@ _MOST = {
     "max_num_batched_tokens": 2**20,
     "num_gpu_blocks_override": 2**31 - 1,
 }
+_MOST_GIB = 2**20
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -172,6 +173,9 @@ class EngineConfig:
             raise ConfigError(f"target_itl_ms: {self.target_itl_ms} is not above 0")
         if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
             raise ConfigError(f"swap_space: {self.swap_space} is not 0 or above")
+        for name in ("cpu_kv_cache_gib", "swap_space"):
+            if getattr(self, name) > _MOST_GIB:
+                raise ConfigError(f"{name}: {getattr(self, name)} is more than {_MOST_GIB}")
         if self.max_logprobs > MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs: {self.max_logprobs} is above {MAX_LOGPROBS}")
         if self.request_timeout is not None and not (math.isfinite(self.request_timeout) and self.request_timeout > 0):

@@ -14,6 +14,7 @@ import torch
 
 from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
+from ifb_handler.engine.errors import ConfigError
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.latency_target import LatencyTarget
@@ -55,7 +56,10 @@ class EngineCore:
         max_num_seqs = config.max_num_seqs
         budget = config.max_num_batched_tokens or max(executor.max_num_batched_tokens, max_num_seqs)
         self.executor = executor
-        self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
+        try:
+            self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
+        except MemoryError as error:
+            raise ConfigError(f"max_num_seqs: no memory for the block tables of {max_num_seqs} sequences") from error
         self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
         target = config.target_itl_ms
         self.latency_target = None if target is None else LatencyTarget(target / 1e3, budget)

@@ -68,9 +68,7 @@ class DecoderConfig:
             "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
             "max_model_len",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"{name}: {value!r} is not a whole number of at least 1")
+            _check_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"num_kv_heads: {self.num_kv_heads} does not divide the {self.num_heads} attention heads")
         if self.head_dim % 2:
@@ -94,9 +92,9 @@ def config_from_huggingface(raw: Mapping[str, Any]) -> DecoderConfig:
             f"quantization_config: a {method} checkpoint; supported are float32, bfloat16 and float16 safetensors, "
             "and the quantized types of GGUF files"
         )
-    num_layers = _required(values, "num_hidden_layers")
-    num_heads = _required(values, "num_attention_heads")
-    hidden_size = _required(values, "hidden_size")
+    num_layers = _required_count(values, "num_hidden_layers")
+    num_heads = _required_count(values, "num_attention_heads")
+    hidden_size = _required_count(values, "hidden_size")
     attention_bias = architecture != "mistral" and bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -137,8 +135,10 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str], dtype:
     def required(name: str) -> Any:
         return _required(metadata, f"{architecture}.{name}")
 
-    num_layers, num_heads = required("block_count"), required("attention.head_count")
-    hidden_size = required("embedding_length")
+    num_layers, num_heads, hidden_size = (
+        _required_count(metadata, f"{architecture}.{name}")
+        for name in ("block_count", "attention.head_count", "embedding_length")
+    )
     head_dim = key("attention.key_length") or key("rope.dimension_count") or hidden_size // num_heads
     for name in ("attention.value_length", "rope.dimension_count"):
         if key(name, head_dim) != head_dim:
@@ -193,6 +193,17 @@ def _required(values: Mapping[str, Any], key: str) -> Any:
     if values.get(key) is None:
         raise ModelError(f"{key}: missing from the model's config")
     return values[key]
+
+
+def _required_count(values: Mapping[str, Any], key: str) -> int:
+    value = _required(values, key)
+    _check_count(key, value)
+    return value
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name}: {value!r} is not a whole number of at least 1")
 
 
 def _must_be(raw: Mapping[str, Any], key: str, only: str) -> None:

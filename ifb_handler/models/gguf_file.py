@@ -80,6 +80,10 @@ class GGUFFile(Checkpoint):
         architecture = self.metadata.get("general.architecture")
         if "token_embd.weight" in tensors:
             self.metadata.setdefault(f"{architecture}.vocab_size", tensors["token_embd.weight"].shape[0])
+        size = path.stat().st_size
+        for tensor in tensors.values():
+            if tensor.offset + math.prod(tensor.shape[:-1]) * _row_bytes(tensor) > size:
+                raise _incomplete(tensor)
         config = config_from_gguf(self.metadata, set(tensors), _own_dtype(tensors))
         if _ROPE_FACTORS in tensors:
             factors = torch.empty(tensors[_ROPE_FACTORS].shape)
@@ -142,15 +146,23 @@ def _widen(rows: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
 
 def _read_rows(file: BinaryIO, tensor: _Tensor, start: int, stop: int) -> torch.Tensor:
     """Rows `start` to `stop` of a tensor as they lie in the file: uint8 [rows, bytes a row]."""
-    from gguf.constants import GGML_QUANT_SIZES
-
-    block_values, block_bytes = GGML_QUANT_SIZES[_type(tensor)]
-    row_bytes = tensor.shape[-1] // block_values * block_bytes
+    row_bytes = _row_bytes(tensor)
     raw = torch.empty(stop - start, row_bytes, dtype=torch.uint8)
     file.seek(tensor.offset + start * row_bytes)
     if file.readinto(raw.numpy()) != raw.numel():
-        raise ModelError(f"{tensor.name}: the file ends before it does; the file is incomplete")
+        raise _incomplete(tensor)
     return raw
+
+
+def _row_bytes(tensor: _Tensor) -> int:
+    from gguf.constants import GGML_QUANT_SIZES
+
+    block_values, block_bytes = GGML_QUANT_SIZES[_type(tensor)]
+    return (tensor.shape or (1,))[-1] // block_values * block_bytes
+
+
+def _incomplete(tensor: _Tensor) -> ModelError:
+    return ModelError(f"{tensor.name}: the file ends before it does; the file is incomplete")
 
 
 def _type(tensor: _Tensor) -> GGMLQuantizationType:
