@@ -436,3 +436,11 @@ def test_half_a_surrogate_pair_in_an_answer_is_sent_as_json_escapes_it() -> None
         assert reply is not None
         assert b"\\ud800" in reply.body
         json.loads(reply.body)
+
+
+@pytest.mark.parametrize("name", ["describe", "Describe"])
+def test_a_clients_own_describe_header_changes_nothing(frontend: Frontend, name: str) -> None:
+    client = frontend.send("", plain("the fox"))
+    client.headers[name] = "True"
+    frontend.finish(client)
+    assert (client.status, len(client.json["token_ids"])) == (200, 8)

@@ -11,7 +11,7 @@ from ts.context import Context
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.errors import ConfigError
 from ifb_handler.handler import IFBHandler
-from ifb_handler.torchserve.options import read_options
+from ifb_handler.torchserve.options import FRONTEND_COUNTS, read_options
 
 
 def context(handler: Any = None, model_dir: Path = Path("/models"), gpu: int | None = None, **top: Any) -> Context:
@@ -89,3 +89,16 @@ def test_without_a_mode_or_with_two_the_model_does_not_load(
     with pytest.raises(ConfigError, match="continuousBatching: true"):
         IFBHandler().initialize(context(**top))
     assert any("m cannot be served: ConfigError" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("key", FRONTEND_COUNTS)
+@pytest.mark.parametrize("value", ["lots", "8", 1.5, True, 0, None])
+def test_a_key_of_torchserves_that_is_no_count_is_an_error_that_names_it(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: {value!r} is not an integer"):
+        read_options(context(**{key: value}))
+    assert read_options(context(**{key: 1})) == EngineConfig()
+
+
+def test_several_workers_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    read_options(context(maxWorkers=2))
+    assert "maxWorkers: 2" in caplog.text

@@ -25,6 +25,8 @@ PATH, NAME, RPC = "url_path", "x-request-id", "rpc"
 STREAM_RPC = "StreamPredictions"
 # The headers that a gRPC call can have: StreamPredictions2's.
 _SEQUENCE = "ts_request_sequence"
+# What TorchServe gives a prediction over HTTP, or the client has to; a description comes from TorchServe itself.
+_PREDICTED = {PATH, "explain", "host"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Call:
         """From what a handler is given. `continuous`: TorchServe's mode is continuousBatching."""
         texts = {name.lower(): value for name, value in headers.items() if isinstance(value, str)}
         if any(not name.startswith(_SEQUENCE) for name in texts):
-            described = texts.get("describe") == "True"
+            described = texts.get("describe") == "True" and not texts.keys() & _PREDICTED
+            if not described:  # a client's own header of that name means nothing
+                texts.pop("describe", None)
             line = ONE_MESSAGE if described else HTTP if continuous else HTTP_UNPROBED
             return cls(line, texts.get(NAME), texts, parts)
         beside = {name: _text(parts[name]) for name in (PATH, NAME, RPC) if name in parts}

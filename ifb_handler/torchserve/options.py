@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,23 @@ from typing import Any
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 SECTION = "handler"
 MODEL_PATH = "model_path"
 ASYNC = "asyncCommunication"
 MODES = ("continuousBatching", ASYNC)
 # With asyncCommunication a client that has hung up is not seen, so that there every request has an end (seconds).
 ASYNC_REQUEST_TIMEOUT = 600.0
+# TorchServe's own keys that say how it is served: with a value that it cannot use it goes on with its default.
+FRONTEND_COUNTS = ("batchSize", "maxBatchDelay", "minWorkers", "maxWorkers", "responseTimeout", "jobQueueSize")
 
 
 def read_options(context: Any) -> EngineConfig:
     """The engine's options for the model that TorchServe's `context` describes. Raises ConfigError."""
     config: Mapping[str, Any] = context.model_yaml_config or {}
     asynchronous = is_asynchronous(context)
+    _check_frontend(config)
     options = config.get(SECTION) or {}
     if not isinstance(options, Mapping):
         raise ConfigError(f"{SECTION}: {options!r} is not a section of options")
@@ -53,6 +59,15 @@ def is_asynchronous(context: Any) -> bool:
     if chosen == [ASYNC] and batch_size != 1:
         raise ConfigError(f"batchSize: {batch_size} is not 1, as asyncCommunication needs it")
     return chosen == [ASYNC]
+
+
+def _check_frontend(config: Mapping[str, Any]) -> None:
+    for key in FRONTEND_COUNTS:
+        value = config.get(key)
+        if key in config and (type(value) is not int or value < 1):
+            raise ConfigError(f"{key}: {value!r} is not an integer of at least 1")
+    if (workers := config.get("maxWorkers", 1)) > 1:
+        logger.warning("maxWorkers: %d: each worker loads the model again and batches for itself; use 1", workers)
 
 
 def _model_path(path: object, model_dir: Path) -> str:
