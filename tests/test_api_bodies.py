@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -417,3 +418,21 @@ def test_all_that_a_chat_template_may_write_out_is_counted_before_it_is(
         asked.check_sizes(model)
     assert (refused.value.status, refused.value.param) == (400, "messages")
     assert refused.value.code == "context_length_exceeded"
+
+
+def test_too_many_rivals_are_refused_by_the_name_they_were_asked_for(model: ServedModel) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 21}
+    assert refusal(model, "v1/chat/completions", body).param == "top_logprobs"
+
+
+def test_a_byte_order_mark_before_a_body_is_no_part_of_it() -> None:
+    marked = b'\xef\xbb\xbf{"prompt": "a"}'
+    for body in (marked, marked.decode()):
+        assert read_fields_or_text({"body": body}) == read_fields({"body": body}) == {"prompt": "a"}
+    assert read_fields_or_text({"body": b"\xef\xbb\xbfthe fox"}) == {"prompt": "the fox"}
+
+
+@pytest.mark.parametrize(("read", "body"), [(read_fields, None), (read_fields, b" null"), (read_fields_or_text, None)])
+def test_a_body_that_is_null_is_called_so(read: Callable[..., Any], body: Any) -> None:
+    with pytest.raises(APIError, match=r"^the body is null, not an object$"):
+        read({"body": body})

@@ -174,3 +174,18 @@ def test_v2_token_ids_are_refused_by_their_number_before_they_are_looked_at(mode
     for shape, param in (([10**6], "inputs[0].data"), ([10**6, 1], "inputs[0]"), ([3], "inputs[0].shape")):
         fields = {"inputs": [tensor(datatype="INT64", shape=shape, data=million)]}
         assert refusal(model, fields).param == param
+
+
+def test_v1_instances_are_handled_as_each_of_them_says(model: ServedModel) -> None:
+    instances = ["a", {"prompt": "b", "priority": 0, "timeout": 3}, {"prompt": "c", "cache_salt": "mine", "timeout": 9}]
+    answer = answer_to(model, {"instances": instances, "parameters": {"priority": 5, "cache_salt": "ours"}})
+    assert answer.asked.timeout == 3, "they are answered together"
+    requests = answer.requests([[5]] * 3)
+    assert [(request.priority, request.cache_salt) for request in requests] == [(5, "ours"), (0, "ours"), (5, "mine")]
+
+
+@pytest.mark.parametrize("field", [{"timeout": "soon"}, {"timeout": -1}, {"priority": 1.5}, {"cache_salt": ""}])
+def test_v1_refuses_what_an_instance_cannot_be_handled_by(model: ServedModel, field: dict[str, Any]) -> None:
+    (name,) = field
+    assert refusal(model, {"instances": ["a", {"prompt": "b", **field}]}).param == f"instances[1].{name}"
+    assert refusal(model, {"instances": ["a"], "parameters": field}).param == name

@@ -30,11 +30,14 @@ class Part:
     """One prompt and how to continue it.
 
     may_be_cut    `params.max_tokens` is the route's own: less will do where there is room for less
+    priority      in place of the request's, as `cache_salt` is; None: the request's
     """
 
     prompt: Prompt
     params: SamplingParams
     may_be_cut: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +126,8 @@ class Answer(ABC):
                 engine_id,
                 ids,
                 fit(part.params, len(ids), part.prompt.param, self.model, part.may_be_cut),
-                self.asked.priority,
-                self.asked.cache_salt,
+                self.asked.priority if part.priority is None else part.priority,
+                part.cache_salt or self.asked.cache_salt,
             )
             for engine_id, ids, part in zip(self.engine_ids, prompt_token_ids, self.asked.parts, strict=True)
         ]

@@ -19,10 +19,12 @@ _BODY_NAMES = ("body", "data")
 
 def read_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object's fields, or those of a form (values decoded where they are JSON). Raises a 400 APIError."""
-    whole = _whole(parts)
-    if whole is None:
+    if not _is_whole(parts):
         return _form(parts)
+    (whole,) = parts.values()
     fields = _json(whole) if isinstance(whole, (str, bytes, bytearray)) else whole
+    if fields is None:
+        raise APIError(400, "the body is null, not an object")
     if not isinstance(fields, dict):
         raise APIError(400, f"the body is a JSON {_json_type(fields)}; it must be an object")
     return fields
@@ -30,20 +32,17 @@ def read_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_fields_or_text(parts: Mapping[str, Any]) -> dict[str, Any]:
     """As `read_fields`, but a body that is no JSON object is a prompt as it stands (`curl -T prompt.txt`)."""
-    whole = _whole(parts)
-    if isinstance(whole, (str, bytes, bytearray)):
+    whole = next(iter(parts.values()), None)
+    if _is_whole(parts) and isinstance(whole, (str, bytes, bytearray)):
         text = _text(whole)
         if not text.lstrip().startswith("{"):
             return {RAW_TEXT_FIELD: text}
     return read_fields(parts)
 
 
-def _whole(parts: Mapping[str, Any]) -> Any | None:
-    """The body if it came in one piece, None if it is a form."""
-    if len(parts) == 1:
-        (name,) = parts
-        return parts[name] if name in _BODY_NAMES else None
-    return None
+def _is_whole(parts: Mapping[str, Any]) -> bool:
+    """Whether the body came in one piece; if not, it is a form."""
+    return len(parts) == 1 and next(iter(parts)) in _BODY_NAMES
 
 
 def _form(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,12 +69,13 @@ def _form_value(name: str, text: str) -> Any:
 
 
 def _text(value: Any) -> str:
+    """Without the byte order mark that some editors put before it."""
     if isinstance(value, (bytes, bytearray)):
         try:
-            return value.decode("utf-8")
+            value = value.decode("utf-8")
         except UnicodeDecodeError as error:
             raise APIError(400, f"the body is not UTF-8: byte {error.start} is 0x{value[error.start]:02x}") from None
-    return value if isinstance(value, str) else json.dumps(value)
+    return value.removeprefix("\ufeff") if isinstance(value, str) else json.dumps(value)
 
 
 def _json(raw: str | bytes | bytearray) -> Any:
@@ -92,5 +92,5 @@ def _json(raw: str | bytes | bytearray) -> Any:
 
 
 def _json_type(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return names.get(type(value), type(value).__name__)

@@ -35,19 +35,26 @@ def read_v1(fields: Fields, model: ServedModel) -> Asked:
         raise bad_field("instances", f"{shown(instances)} is not a list of prompts")
     check_batch("instances", len(instances), model.config)
     common = section(fields, "parameters")
-    parts = [_instance(f"instances[{i}]", instance, common, model) for i, instance in enumerate(instances)]
-    return Asked(parts=parts, **handling({**fields, **common}, model.config))
+    whole = handling({**fields, **common}, model.config)
+    read = [_instance(f"instances[{i}]", instance, common, model) for i, instance in enumerate(instances)]
+    timeouts = [timeout for timeout in (whole["timeout"], *(own for _, own in read)) if timeout is not None]
+    return Asked(parts=[part for part, _ in read], **whole | {"timeout": min(timeouts, default=None)})
 
 
-def _instance(where: str, instance: object, common: dict[str, Any], model: ServedModel) -> Part:
+def _instance(where: str, instance: object, common: dict[str, Any], model: ServedModel) -> tuple[Part, float | None]:
+    """-> what is asked, and in how many seconds: the predictions come together, so the least of them holds for all."""
     own = instance if isinstance(instance, dict) else {"prompt": instance}
     fields = {**common, **own}
     prompt = read_prompt(own.get("prompt"), model, f"{where}.prompt")
     try:
         model.check_name(fields)
-        return Part(prompt, one_answer({**fields, "stream": None}, model), names_no_length(fields))
+        params = one_answer({**fields, "stream": None}, model)
+        own_handling = handling(own, model.config)
     except (APIError, ValueError) as error:
         raise _inside(where, APIError.of(error)) from None
+    priority = own_handling["priority"] if own.get("priority") is not None else None
+    part = Part(prompt, params, names_no_length(fields), priority, own_handling["cache_salt"])
+    return part, own_handling["timeout"]
 
 
 def _inside(where: str, error: APIError) -> APIError:

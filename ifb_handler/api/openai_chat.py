@@ -27,6 +27,7 @@ from ifb_handler.api.prompts import truncated
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.api.tool_calls import CallDelta, NamedCallReader, ToolCallReader
 from ifb_handler.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from ifb_handler.engine.sampling_params import MAX_LOGPROBS
 
 TOOL_CALLS = "tool_calls"
 
@@ -58,7 +59,7 @@ def read(fields: Fields, model: ServedModel) -> ChatAsked:
     by_route: dict[str, Any] = {
         "n": fields.get("n"),
         "best_of": best_of(fields, stream),
-        "logprobs": _logprobs(fields),
+        "logprobs": _logprobs(fields, model),
         "prompt_logprobs": prompt_entries,
         "structured": _structure(fields, offered),
     }
@@ -77,13 +78,16 @@ def read(fields: Fields, model: ServedModel) -> ChatAsked:
     )
 
 
-def _logprobs(fields: Fields) -> int | None:
+def _logprobs(fields: Fields, model: ServedModel) -> int | None:
     """`logprobs` says whether, `top_logprobs` how many rivals of each token."""
     top = integer(fields, "top_logprobs", 0)
     if not flag(fields, "logprobs"):
         if top:
             raise bad_field("top_logprobs", 'is given only with "logprobs": true')
         return None
+    most = min(MAX_LOGPROBS, model.config.max_logprobs)
+    if top is not None and top > most:
+        raise bad_field("top_logprobs", f"{top} is above this server's max_logprobs, {most}")
     return top or 0
 
 
