@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,7 +37,6 @@ class ModelExecutor(Executor):
             torch.set_num_threads(config.num_threads)
         self.backend = _backend(self.device, config.attention_backend)
         self.model = load_model(files, dtype=config.dtype, device=self.device, backend=self.backend, progress=progress)
-        _give_back_freed_memory()
         shape = self.model.config
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = self.model.eos_token_ids
@@ -179,12 +176,6 @@ def _fitting(option: str, num_bytes: int, device: torch.device) -> Iterator[None
         yield
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
         raise ConfigError(f"{wanted}, which cannot be allocated: {error}") from error
-
-
-def _give_back_freed_memory() -> None:
-    """Loading leaves tens of megabytes of freed buffers with glibc's allocator; hand them to the system."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _max_model_len(wanted: int | None, trained: int) -> int:
