@@ -25,8 +25,8 @@ PATH, NAME, RPC = "url_path", "x-request-id", "rpc"
 STREAM_RPC = "StreamPredictions"
 # The headers that a gRPC call can have: StreamPredictions2's.
 _SEQUENCE = "ts_request_sequence"
-# What TorchServe gives a prediction over HTTP, or the client has to; a description comes from TorchServe itself.
-_PREDICTED = {PATH, "explain", "host"}
+# What TorchServe gives every prediction over HTTP, and no description.
+_PREDICTED = {PATH, "explain"}
 
 
 @dataclass(frozen=True)
