@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from greedy_oracle import Case, generate_alone, load_folder, load_smollm2, make_cases
 from tiny_llama import write_tokenizer
 
+from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
@@ -63,12 +65,20 @@ def run_at_random(
 
 
 @pytest.fixture(scope="module")
-def smollm2_cases() -> list[Case]:
+def smollm2_cases_and_logits() -> tuple[list[Case], list[torch.Tensor]]:
+    """The cases, and the logits after the prompt of each, float32 [vocabulary]."""
     model = load_smollm2()
     cases = make_cases(model, 32, 5, 700, most_tokens=40, vocab_size=49_152)
+    with torch.inference_mode():
+        logits = [model(torch.tensor([case.prompt])).logits[0, -1].clone() for case in cases]
     del model
     gc.collect()
-    return cases
+    return cases, logits
+
+
+@pytest.fixture(scope="module")
+def smollm2_cases(smollm2_cases_and_logits: tuple[list[Case], list[torch.Tensor]]) -> list[Case]:
+    return smollm2_cases_and_logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +93,27 @@ def test_smollm2_answers_as_generate_does_alone(
     smollm2: ModelExecutor, smollm2_cases: list[Case], max_num_seqs: int, budget: int
 ) -> None:
     run_at_random(smollm2, smollm2_cases, AMPLE, max_num_seqs, budget, seed=budget + max_num_seqs)
+
+
+def test_smollm2_logits_agree_to_1e_4_however_the_prompts_are_cut(
+    smollm2: ModelExecutor,
+    smollm2_cases_and_logits: tuple[list[Case], list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases, expected = smollm2_cases_and_logits
+    first: dict[str, torch.Tensor] = {}
+    execute = smollm2.execute
+
+    def watch(batch: Batch) -> torch.Tensor:
+        logits = execute(batch)
+        for i, row in enumerate(batch.sample_rows.tolist()):
+            first.setdefault(batch.requests[row].request_id, logits[i].clone())
+        return logits
+
+    monkeypatch.setattr(smollm2, "execute", watch)
+    run_at_random(smollm2, cases, AMPLE, max_num_seqs=32, budget=64, seed=4)
+    differences = [float((first[str(i)] - logits).abs().max()) for i, logits in enumerate(expected)]
+    assert max(differences) < 1e-4
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(7, 64), (32, 256)])
@@ -148,7 +179,6 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -198,7 +228,6 @@ MODES = [
 @pytest.fixture(scope="module")
 def llama_and_cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelExecutor, list[Case]]:
     """A third of the prompts begin like one another, so that there is something to find in the prefix cache."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -235,7 +264,6 @@ def test_answers_are_exact_when_preempted_requests_are_swapped(
 
 @pytest.fixture
 def tiny_llama(tmp_path: Path) -> Iterator[Path]:
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
