@@ -15,6 +15,12 @@
 namespace ifb {
 namespace {
 
+struct PackedWeights {
+  const void* packed;  // [panels, in, kPanel] of `type`
+  const float* bias;   // [out], or null
+  int64_t out, in, type;
+};
+
 constexpr int kVecs = 3, kPanel = kVecs * kLanes;  // outputs in a panel
 constexpr int kRows = kAccumulators / kVecs;       // rows of x taken together
 constexpr int kDepth = 576;                        // channels at a time: kRows rows of x stay in the first-level cache
@@ -113,11 +119,12 @@ void ifb_linear_pack(void* packed, const void* weight, int64_t stride, int64_t o
   });
 }
 
-void ifb_linear(float* y, const float* x, int64_t x_stride, const void* packed, const float* bias, int64_t rows,
-                int64_t out, int64_t in, int type, int threads) {
-  ifb::with_type(ifb::DataType(type), [&](auto t) {
+// y [rows, out] = x W^T + b in float32, rows of x `x_stride` values apart. `weights`: PackedWeights of packed_linear.py.
+void ifb_linear(const void* weights, float* y, const float* x, int64_t x_stride, int64_t rows, int threads) {
+  const auto& w = *static_cast<const ifb::PackedWeights*>(weights);
+  ifb::with_type(ifb::DataType(w.type), [&](auto t) {
     using T = decltype(t);
-    ifb::linear(y, x, x_stride, static_cast<const T*>(packed), bias, rows, out, in, threads);
+    ifb::linear(y, x, x_stride, static_cast<const T*>(w.packed), w.bias, rows, w.out, w.in, threads);
   });
 }
 

@@ -7,10 +7,18 @@ and 654 ms at 256; oneDNN with packed weights takes 32, 96 and 666 ms, and compi
 from __future__ import annotations
 
 import ctypes
+from ctypes import c_int64, c_void_p
 
 import torch
 
 from ifb_kernels import native
+from ifb_kernels.decoder_layers import NativeLinear
+
+
+class _PackedWeights(ctypes.Structure):
+    """As in native_linear.cpp."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("out", c_int64), ("in", c_int64), ("type", c_int64))
 
 
 class PackedLinear:
@@ -44,24 +52,27 @@ class PackedLinear:
             torch.get_num_threads(),
         )
 
+        self._weights = _PackedWeights(
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self.out_features,
+            self.in_features,
+            native.DATA_TYPES[weight.dtype],
+        )
+        self._address = ctypes.addressof(self._weights)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         if wide.stride(1) != 1:
             wide = wide.contiguous()
         y = wide.new_empty(wide.shape[0], self.out_features)
-        self.library.ifb_linear(
-            y.data_ptr(),
-            wide.data_ptr(),
-            wide.stride(0),
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            wide.shape[0],
-            self.out_features,
-            self.in_features,
-            native.DATA_TYPES[self.packed.dtype],
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        self.library.ifb_linear(self._address, y.data_ptr(), wide.data_ptr(), wide.stride(0), wide.shape[0], threads)
         return y.to(self.packed.dtype)
+
+    def native(self) -> NativeLinear:
+        """For native callers, float32 in and out; valid while this object lives."""
+        return NativeLinear(ctypes.cast(self.library.ifb_linear, c_void_p).value, self._address)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

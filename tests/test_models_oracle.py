@@ -95,6 +95,23 @@ def test_logits_of_ragged_batches_agree_with_transformers(name: str, tmp_path: P
         assert (logits - oracle_logits(reference, prompt)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_all_layers_in_one_native_call_give_the_same_bits_as_one_operation_at_a_time(
+    name: str, kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, *CHECKPOINTS[name])
+    prompts = sequences([70, 33, 5, 49, 1])
+    model = load(tmp_path)
+    together = RaggedRunner(model, prompts, kv_dtype=kv_dtype).run([17, 64, 1, 16, 3])
+    assert model.decoder.native_layers is not None
+    model.decoder.native_layers = None
+    for one, other in zip(
+        RaggedRunner(model, prompts, kv_dtype=kv_dtype).run([17, 64, 1, 16, 3]), together, strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama", {}, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

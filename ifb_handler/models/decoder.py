@@ -24,6 +24,8 @@ from ifb_handler.models.linear import Linear
 from ifb_handler.models.rope import RotaryTable
 from ifb_handler.models.stopwatch import Stopwatch
 from ifb_kernels.backend import AttentionBackend
+from ifb_kernels.cpu_backend import CpuBackend
+from ifb_kernels.decoder_layers import DecoderLayers, LayerWeights
 from ifb_kernels.layout import LayerKV, RaggedLayout
 from ifb_kernels.rms_norm import rms_norm
 from ifb_kernels.rotary_embedding import rotary_embedding
@@ -49,7 +51,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Runs ragged batches. `stopwatch` sums the seconds of `gemm` (all matrix products) and `attention`."""
+    """Runs ragged batches. `stopwatch` sums the seconds of `gemm` (all matrix products) and `attention`.
+
+    native_layers    runs all layers in one call where native code can; None: one operation at a time, as written here
+    """
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Decoder:
         self.backend = backend
         self.rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, norm.device)
         self.stopwatch = Stopwatch()
+        self.native_layers = _native_layers(config, layers, norm, backend)
 
     @torch.inference_mode()
     def forward(
@@ -82,6 +88,11 @@ class Decoder:
         cos, sin = self.rotary.upto(layout.max_context_len)
 
         x, residual = self.embedding(token_ids), None
+        if self.native_layers is not None:
+            hidden, seconds = self.native_layers(x, cos, sin, positions, layout, pages)
+            for section, taken in seconds.items():
+                self.stopwatch.add(section, taken)
+            return hidden
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             normed, residual = rms_norm(x, layer.attention_norm, eps, residual)
             qkv = self._multiply(layer.qkv, normed).view(tokens, -1, config.head_dim)
@@ -121,3 +132,27 @@ class Decoder:
         attended = self.backend.attend(q, pages, layout, self.config.head_dim**-0.5, layer.sliding_window)
         self.stopwatch.add("attention", time.perf_counter() - started)
         return attended
+
+
+def _native_layers(
+    config: DecoderConfig, layers: list[DecoderLayer], norm: torch.Tensor, backend: AttentionBackend
+) -> DecoderLayers | None:
+    """All layers as one native call, where the native kernels can do all of it: on a CPU, in float32."""
+    if not isinstance(backend, CpuBackend) or norm.dtype != torch.float32:
+        return None
+    weights = []
+    for layer in layers:
+        linears = [linear.native() for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+        if None in linears:
+            return None
+        norms = (layer.attention_norm, layer.query_norm, layer.key_norm, layer.feed_forward_norm)
+        weights.append(LayerWeights(*norms, *linears, layer.sliding_window))
+    return DecoderLayers(
+        weights,
+        norm,
+        config.rms_norm_eps,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )

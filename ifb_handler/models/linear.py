@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from ifb_kernels.decoder_layers import NativeLinear
 from ifb_kernels.packed_linear import PackedLinear, can_pack
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -38,6 +39,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
+
+    def native(self) -> NativeLinear | None:
+        """For native callers, float32 in and out; None where native code cannot multiply by this weight."""
+        return self._multiply.native() if isinstance(self._multiply, PackedLinear) else None
 
 
 def packs(weight: torch.Tensor) -> bool:
