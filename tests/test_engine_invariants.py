@@ -7,6 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recall_executor import VOCAB_SIZE, RecallExecutor, expected_answer
+from speculators import KnowingProposer, speculate
 
 from ifb_handler.engine.config import CHOICES, EngineConfig
 from ifb_handler.engine.core import EngineCore
@@ -51,6 +52,7 @@ arrivals = st.lists(
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(1, 48),
+    wrong_drafts=st.sampled_from([None, 0.0, 0.3, 1.0]),
     seed=st.integers(0, 1000),
 )
 def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
@@ -62,6 +64,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
+    wrong_drafts: float | None,
     seed: int,
 ) -> None:
     randomness = random.Random(seed)
@@ -77,6 +80,15 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         **modes,
     )
     core = EngineCore(executor, config)
+    if wrong_drafts is not None:
+        known: dict[str, list[int]] = {}
+
+        def answer(request: Request) -> list[int]:
+            if request.request_id not in known:
+                known[request.request_id] = expected_answer(prompts[request.request_id], 30)
+            return known[request.request_id]
+
+        speculate(core, KnowingProposer(answer, VOCAB_SIZE, wrong_drafts))
     plan, cancels, prompts, limits = {}, {}, {}, {}
     at = 0
     common = [randomness.randrange(VOCAB_SIZE) for _ in range(50)]
@@ -101,12 +113,14 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
             if ended is not None:
                 ends[request_id] = ended.finish_reason
             core.check()
+        padding = list(core.scheduler.ended)
         result = core.step()
         core.check()
         if result is not None:
             assert result.record.used_blocks <= num_blocks
             if chunked:
                 assert len(result.record.decode) + sum(n for _, n in result.record.prefill) <= budget
+                assert len(executor.batch.token_ids) - len(padding) <= budget
             for request_id, _ in result.record.prefill:
                 if request_id not in first_scheduled:
                     first_scheduled.append(request_id)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from greedy_oracle import Case, generate_alone, load_folder, load_smollm2, make_cases
+from speculators import KnowingProposer, speculate
 from tiny_llama import write_tokenizer
 
 from ifb_handler.engine.batch import Batch
@@ -36,13 +37,20 @@ def run_at_random(
     max_num_seqs: int,
     budget: int,
     seed: int,
+    wrong_drafts: float | None = None,
     **modes: Any,
 ) -> EngineCore:
-    """Let the cases arrive at random steps and hold each answer against its oracle. -> the core, for its counters"""
+    """Let the cases arrive at random steps and hold each answer against its oracle. -> the core, for its counters
+
+    wrong_drafts    share of wrong tokens in what a speculator, that knows the answers, drafts; None: there is none
+    """
     source = random.Random(seed)
     executor.num_blocks = num_blocks
     options = {"block_size": BLOCK_SIZE, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, **modes}
     core = EngineCore(executor, EngineConfig.from_mapping(options))
+    if wrong_drafts is not None:
+        proposer = KnowingProposer(lambda r: cases[int(r.request_id)].answer, executor.vocab_size, wrong_drafts)
+        speculate(core, proposer)
     arrivals = sorted((source.randint(0, 40), i) for i in range(len(cases)))
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     step = 0
@@ -114,6 +122,15 @@ def test_smollm2_logits_agree_to_1e_4_however_the_prompts_are_cut(
     run_at_random(smollm2, cases, AMPLE, max_num_seqs=32, budget=64, seed=4)
     differences = [float((first[str(i)] - logits).abs().max()) for i, logits in enumerate(expected)]
     assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize(("wrong_drafts", "num_blocks"), [(0.2, -(-730 // BLOCK_SIZE)), (1.0, AMPLE)])
+def test_smollm2_answers_as_generate_does_alone_whatever_is_drafted(
+    smollm2: ModelExecutor, smollm2_cases: list[Case], wrong_drafts: float, num_blocks: int
+) -> None:
+    core = run_at_random(smollm2, smollm2_cases, num_blocks, 7, 64, seed=5, wrong_drafts=wrong_drafts)
+    assert core.stats().spec_decode_num_draft_tokens > 0
+    assert (core.stats().spec_decode_num_accepted_tokens > 0) == (wrong_drafts < 1)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(7, 64), (32, 256)])
@@ -210,18 +227,19 @@ def test_every_architecture_answers_as_generate_does_alone(
     assert (core.num_preemptions > 0) == (num_blocks < AMPLE)
 
 
-# Pairwise: any two choices of any two modes meet in one of these rows.
+# Pairwise: any two choices of any two modes meet in one of these rows. The last is the share of wrong drafts.
 MODES = [
-    ("continuous", "fcfs", "decode_first", True, "max_utilization", "on_demand", True),
-    ("continuous", "priority", "prefill_first", False, "guaranteed_no_evict", "max_length", False),
-    ("static", "fcfs", "prefill_first", False, "max_utilization", "on_demand", False),
-    ("static", "priority", "decode_first", True, "guaranteed_no_evict", "max_length", True),
-    ("continuous", "longest_prefix_match", "decode_first", False, "guaranteed_no_evict", "on_demand", True),
-    ("static", "longest_prefix_match", "prefill_first", True, "max_utilization", "max_length", False),
-    ("continuous", "shortest_job_first", "prefill_first", True, "guaranteed_no_evict", "on_demand", False),
-    ("static", "shortest_job_first", "decode_first", False, "max_utilization", "max_length", True),
-    ("continuous", "fcfs", "decode_first", True, "guaranteed_no_evict", "max_length", False),
-    ("continuous", "priority", "prefill_first", True, "max_utilization", "on_demand", True),
+    ("continuous", "fcfs", "decode_first", True, "max_utilization", "on_demand", True, None),
+    ("continuous", "priority", "prefill_first", False, "guaranteed_no_evict", "max_length", False, None),
+    ("static", "fcfs", "prefill_first", False, "max_utilization", "on_demand", False, 0.3),
+    ("static", "priority", "decode_first", True, "guaranteed_no_evict", "max_length", True, None),
+    ("continuous", "longest_prefix_match", "decode_first", False, "guaranteed_no_evict", "on_demand", True, 0.3),
+    ("static", "longest_prefix_match", "prefill_first", True, "max_utilization", "max_length", False, None),
+    ("continuous", "shortest_job_first", "prefill_first", True, "guaranteed_no_evict", "on_demand", False, None),
+    ("static", "shortest_job_first", "decode_first", False, "max_utilization", "max_length", True, 0.3),
+    ("continuous", "fcfs", "decode_first", True, "guaranteed_no_evict", "max_length", False, 0.3),
+    ("continuous", "priority", "prefill_first", True, "max_utilization", "on_demand", True, 0.3),
+    ("static", "priority", "decode_first", True, "max_utilization", "on_demand", True, 0.3),
 ]
 
 
@@ -249,15 +267,17 @@ def test_answers_are_exact_in_every_mode(
     llama_and_cases: tuple[ModelExecutor, list[Case]], modes: tuple[str | bool, ...], num_blocks: int
 ) -> None:
     names = ("batching", "scheduling_policy", "prefill_priority", "enable_chunked_prefill", "capacity")
-    chosen = dict(zip((*names, "kv_reservation", "enable_prefix_caching"), modes, strict=True))
+    chosen = dict(zip((*names, "kv_reservation", "enable_prefix_caching", "wrong_drafts"), modes, strict=True))
     run_at_random(*llama_and_cases, num_blocks, max_num_seqs=6, budget=48, seed=3, **chosen)
 
 
+@pytest.mark.parametrize("wrong_drafts", [None, 0.3])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_answers_are_exact_when_preempted_requests_are_swapped(
-    llama_and_cases: tuple[ModelExecutor, list[Case]], enable_prefix_caching: bool
+    llama_and_cases: tuple[ModelExecutor, list[Case]], enable_prefix_caching: bool, wrong_drafts: float | None
 ) -> None:
-    modes = {"swap_space": 0.01, "preemption_mode": "swap", "enable_prefix_caching": enable_prefix_caching}
+    modes: dict[str, Any] = {"swap_space": 0.01, "preemption_mode": "swap", "wrong_drafts": wrong_drafts}
+    modes["enable_prefix_caching"] = enable_prefix_caching
     core = run_at_random(*llama_and_cases, 17, max_num_seqs=8, budget=64, seed=7, **modes)
     assert core.num_swapped_pages > 0
 

@@ -19,6 +19,9 @@ _COUNTS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_waiting",
+    "num_speculative_tokens",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
     "num_gpu_blocks_override",
     "default_max_tokens",
     "max_input_tokens",
@@ -38,6 +41,8 @@ _MOST = {
     "max_num_seqs": 65_536,
     "max_num_batched_tokens": 2**20,
     "num_gpu_blocks_override": 2**31 - 1,
+    "num_speculative_tokens": 64,
+    "prompt_lookup_max": 64,
 }
 _MOST_GIB = 2**20
 
@@ -52,6 +57,7 @@ CHOICES = {
     "preemption_mode": ("auto", "recompute", "swap"),
     "kv_reservation": ("on_demand", "max_length"),
 }
+SPECULATIVE_METHODS = ("ngram",)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,11 @@ class EngineConfig:
     kv_reservation             on_demand, or max_length: pages for the longest answer when a request comes in
     swap_space                 GiB of host memory for the pages of preempted requests; 0: they are computed again
     preemption_mode            auto (what is cheaper), recompute or swap
+    speculative_method         None, or ngram: guess a few tokens of an answer ahead and let one step judge them all.
+                               Answers stay the same; by itself it is used only where it pays
+    num_speculative_tokens     most tokens guessed ahead for a request, up to 64
+    prompt_lookup_max, prompt_lookup_min    ngram: the longest and the shortest run of last tokens, up to 64, that is
+                               looked for earlier in prompt and answer
     max_num_waiting            most requests in the waiting queue; one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
     enable_prefix_caching      keep the keys and values of prompts that have ended, for others that begin alike
@@ -120,6 +131,10 @@ class EngineConfig:
     kv_reservation: str = "on_demand"
     swap_space: float = 0.0
     preemption_mode: str = "auto"
+    speculative_method: str | None = None
+    num_speculative_tokens: int = 7
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     max_num_waiting: int = 1024
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -165,6 +180,12 @@ class EngineConfig:
             _count(name, getattr(self, name))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        if self.speculative_method is not None:
+            _one_of("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max, {self.prompt_lookup_max}"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
         if not (math.isfinite(self.cpu_kv_cache_gib) and self.cpu_kv_cache_gib > 0):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ifb_handler.engine.answers import joined
 from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.errors import ConfigError
@@ -19,6 +20,7 @@ from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.latency_target import LatencyTarget
 from ifb_handler.engine.logprobs import read_prompts, token_logprobs
+from ifb_handler.engine.ngram_proposer import NgramProposer
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord, TokenLogprobs
 from ifb_handler.engine.policies import (
     BATCHING,
@@ -33,6 +35,7 @@ from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.scheduler import Schedule, Scheduler
+from ifb_handler.engine.speculation import Speculator, accepted
 from ifb_handler.engine.swap_space import SwapSpace
 from ifb_handler.engine.token_masks import Filling, MaskFiller
 
@@ -67,6 +70,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config), swap)
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.mask_filler = MaskFiller(executor.vocab_size, executor.eos_token_ids)
+        self.speculator = _speculator(config, self.pool)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_preemptions = 0
@@ -129,7 +133,8 @@ class EngineCore:
         seconds: dict[str, float] = {}
         used_blocks = self.pool.num_used
         try:
-            batch = Batch.build(schedule.num_tokens, self.pool)
+            drafts = {} if self.speculator is None else self.speculator.draft(schedule)
+            batch = Batch.build(schedule.num_tokens, self.pool, drafts)
             masks = self.mask_filler.begin([batch.requests[row] for row in batch.sample_rows.tolist()])
             scheduled = time.perf_counter()
             self._move_pages(schedule)
@@ -149,7 +154,7 @@ class EngineCore:
             outputs = [self._fail(r, f"the step failed: {error}") for r in alive]
             self.executor.take_seconds()
         else:
-            outputs = self._commit(schedule, batch, tokens)
+            outputs = self._commit(schedule, batch, drafts, tokens)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = executed - scheduled - sum(seconds.values())
@@ -160,6 +165,8 @@ class EngineCore:
             seconds["bookkeeping"] = committed - sampled
             if self.latency_target is not None:
                 self.latency_target.observe(len(batch.token_ids), time.perf_counter() - started)
+            if self.speculator is not None and not prefill:
+                self.speculator.observe(len(batch.token_ids), time.perf_counter() - started)
         record = StepRecord(
             step=self.num_steps,
             started=started,
@@ -192,12 +199,13 @@ class EngineCore:
     def _sample(
         self, batch: Batch, logits: torch.Tensor, masks: Filling | None
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """A token for each of the batch's `sample_rows`, with its log probability where it was asked for."""
+        """A token for each of the batch's `sample_tokens`, with its log probability where it was asked for."""
         if not len(batch.sample_rows):
             return []
         rows = [batch.requests[row] for row in batch.sample_rows.tolist()]
         slots = np.fromiter((r.slot for r in rows), np.int64, len(rows))
-        generated = np.fromiter((r.num_generated for r in rows), np.int64, len(rows))
+        generated = batch.positions[batch.sample_tokens] + 1
+        generated -= np.fromiter((r.num_prompt_tokens for r in rows), np.int64, len(rows))
         asking = [i for i, request in enumerate(rows) if request.params.logprobs is not None]
         raw = logits[asking].log_softmax(-1) if asking else None  # before the sampler edits the logits
         token_ids = self.sampler.sample(logits, slots, generated, masks and masks.result()).tolist()
@@ -210,18 +218,47 @@ class EngineCore:
         return list(zip(token_ids, logprobs, strict=True))
 
     def _commit(
-        self, schedule: Schedule, batch: Batch, tokens: list[tuple[int, TokenLogprobs | None]]
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        drafts: dict[Request, list[int]],
+        tokens: list[tuple[int, TokenLogprobs | None]],
     ) -> list[RequestOutput]:
-        rows = batch.sample_rows.tolist()
-        unusable = {row for row, (token_id, _) in zip(rows, tokens, strict=True) if token_id == INVALID_TOKEN}
-        for row, (request, count) in enumerate(schedule.num_tokens.items()):
+        """Count what was computed, and add to each answer its new token, after those of its draft that came true."""
+        sampled: dict[Request, list[tuple[int, TokenLogprobs | None]]] = {}
+        for row, token in zip(batch.sample_rows.tolist(), tokens, strict=True):
+            sampled.setdefault(batch.requests[row], []).append(token)
+        for request, count in schedule.num_tokens.items():
             if request.state is RequestState.FINISHED:  # padding of a static batch
+                sampled.pop(request)
                 continue
             request.num_computed += count
-            if self.cache is not None and row not in unusable:
+            if self.cache is not None and not (request in sampled and sampled[request][0][0] == INVALID_TOKEN):
                 self.cache.computed(request)
-        sampled = zip((batch.requests[row] for row in rows), tokens, strict=True)
-        return [self._append(r, *token) for r, token in sampled if r.state is not RequestState.FINISHED]
+        outputs = []
+        for request, choices in sampled.items():
+            draft = drafts.get(request, [])
+            token_ids = [token_id for token_id, _ in choices]
+            num_accepted = accepted(draft, token_ids)
+            if num_accepted and token_ids[num_accepted] == INVALID_TOKEN:
+                num_accepted -= 1  # it is met again at the next step, and alone
+            outputs.append(self._extend(request, choices[: num_accepted + 1]))
+            if self.speculator is not None:
+                self.speculator.settle(request, draft, num_accepted, outputs[-1].token_ids)
+        return outputs
+
+    def _extend(self, request: Request, tokens: list[tuple[int, TokenLogprobs | None]]) -> RequestOutput:
+        """Add tokens to the answer up to the one that ends it; the keys and values of all but the last are computed."""
+        first, *more = tokens
+        output = self._append(request, *first)
+        for token in more:
+            if output.finished:
+                break
+            request.num_computed += 1
+            if self.cache is not None:
+                self.cache.computed(request)
+            output = joined(output, self._append(request, *token))
+        return output
 
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         matcher = request.matcher
@@ -289,6 +326,8 @@ class EngineCore:
             num_steps=self.num_steps,
             prefix_cache_queries=0 if self.cache is None else self.cache.queries,
             prefix_cache_hits=0 if self.cache is None else self.cache.hits,
+            spec_decode_num_draft_tokens=0 if self.speculator is None else self.speculator.num_draft_tokens,
+            spec_decode_num_accepted_tokens=0 if self.speculator is None else self.speculator.num_accepted_tokens,
         )
 
     def check(self) -> None:
@@ -308,6 +347,13 @@ def _policies(config: EngineConfig) -> Policies:
         kv_reservation=KV_RESERVATION[config.kv_reservation](),
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
+
+
+def _speculator(config: EngineConfig, pool: KVPool) -> Speculator | None:
+    if config.speculative_method is None:
+        return None
+    proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    return Speculator(proposer, config.num_speculative_tokens, pool)
 
 
 def _restriction(params: SamplingParams) -> str | None:

@@ -85,6 +85,13 @@ class KVPool:
         self.num_pages[slot] = wanted
         return True
 
+    def shrink(self, slot: int, num_pages: int) -> None:
+        """Take from `slot` the pages that it holds beyond the first `num_pages`, in which nothing is of use."""
+        held = int(self.num_pages[slot])
+        if held > num_pages:
+            self._disown(self.tables[slot, num_pages:held])
+            self.num_pages[slot] = num_pages
+
     def replace(self, slot: int, index: int, page: int) -> None:
         """Own `page`, which holds the same, in place of the slot's page number `index`."""
         old = int(self.tables[slot, index])

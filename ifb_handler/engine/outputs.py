@@ -113,6 +113,8 @@ class EngineStats:
     num_steps: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
 
     @property
     def kv_cache_usage_perc(self) -> float:

@@ -46,9 +46,7 @@ class Penalties:
         self.repetition[slot] = np.clip(params.repetition_penalty, *_REPETITION_RANGE)
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
-        self.active[slot] = (
-            params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        )
+        self.active[slot] = params.penalised
         self.num_seen[slot] = 0
 
     def apply(

@@ -65,6 +65,10 @@ class Request:
     cache_namespace        only requests of the same namespace share pages
     num_cached_tokens      prompt tokens that it did not have to compute when it first ran
     cache_node, cache_depth    while it runs: the tree's node of the last page that the cache knows, and its depth
+
+    Of speculative decoding, None until it is first tried:
+    acceptance     how much of what was proposed for it came true
+    proposer       what the proposer knows of it
     """
 
     def __init__(
@@ -97,6 +101,8 @@ class Request:
         self.num_cached_tokens = 0
         self.cache_node: Any = None
         self.cache_depth = 0
+        self.acceptance: Any = None
+        self.proposer: Any = None
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.times = RequestTimes(arrived=time.monotonic())

@@ -103,6 +103,17 @@ class SamplingParams:
         return self.num_sequences > self.n
 
     @property
+    def penalised(self) -> bool:
+        """Whether tokens that were there before count against themselves."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1)
+
+    @property
+    def depends_on_answer(self) -> bool:
+        """Whether what is changed in the logits of a token depends on the answer's tokens before it."""
+        return self.penalised or bool(self.bad_words) or self.structured is not None
+
+    @property
     def token_ids(self) -> dict[str, list[int]]:
         """By field, the token ids that must lie in the model's vocabulary."""
         return {

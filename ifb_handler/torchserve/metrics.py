@@ -35,6 +35,8 @@ _COUNTERS: dict[str, Callable[[EngineStats], int]] = {
     "ifb_generation_tokens": lambda stats: stats.generation_tokens,
     "ifb_prefix_cache_queries": lambda stats: stats.prefix_cache_queries,
     "ifb_prefix_cache_hits": lambda stats: stats.prefix_cache_hits,
+    "ifb_spec_decode_num_draft_tokens": lambda stats: stats.spec_decode_num_draft_tokens,
+    "ifb_spec_decode_num_accepted_tokens": lambda stats: stats.spec_decode_num_accepted_tokens,
 }
 _SUCCESS = "ifb_request_success"
 # vLLM observes the inter-token latency of every token; a line a token is too dear here, so it is a request's mean.
