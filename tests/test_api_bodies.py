@@ -160,7 +160,6 @@ def test_each_route_has_its_own_limit_when_none_is_given(
         ("logit_bias", {"five": 1}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", [5]),
-        ("use_beam_search", True),
         ("truncate_prompt_tokens", 0),
         ("prompt_logprobs", "all"),
         ("timeout", 0),

@@ -17,7 +17,6 @@ _SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name n
 
 # Fields that would change the answer and are not served: each with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -101,9 +100,12 @@ def sampling_params(
 
 
 def best_of(fields: Fields, stream: bool) -> int | None:
-    """OpenAI refuses it with `stream`: which answers are the best is known only at the end."""
+    """OpenAI refuses it with `stream`: which answers are the best is known only at the end.
+
+    A beam search is streamed even so, each answer as one event: with or without `best_of`, it knows none before.
+    """
     value = integer(fields, "best_of", 1)
-    if stream and value is not None and value > (integer(fields, "n", 1) or 1):
+    if stream and not flag(fields, "use_beam_search") and value is not None and value > (integer(fields, "n", 1) or 1):
         raise bad_field("best_of", f'{value} is above n; with "stream": true every answer is given')
     return value
 

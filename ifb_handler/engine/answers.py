@@ -1,6 +1,7 @@
 """The several answers to one request (`n`, `best_of`): each is a sequence of its own in the engine.
 
-The sequences share their prompt's pages through the prefix cache and differ in their seeds alone.
+The sequences share their prompt's pages through the prefix cache and differ in their seeds alone. Only a beam search is
+one sequence, whatever its width (`beam_request.py`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,19 @@ class Answers:
         if output.finished:
             self.live.remove(output.request_id)
         output.request_id, output.index = self.request_id, index
+        if self._params.use_beam_search:
+            return self._of_beams(output)
         if not self._params.ranked:
             return [output]
         self._held[index] = joined(self._held[index], output)
         return [] if self.live else self._best()
+
+    def _of_beams(self, output: RequestOutput) -> list[RequestOutput]:
+        """A beam search is one sequence that gives all answers at once, or ends all of them."""
+        answers = output.beams or [dataclasses.replace(output, index=index) for index in range(self._params.n)]
+        for answer in answers:
+            answer.request_id = self.request_id
+        return answers
 
     def _best(self) -> list[RequestOutput]:
         """The `n` best whole answers; one that has failed or was aborted comes first, for then the request has, too."""

@@ -14,6 +14,8 @@ import torch
 
 from ifb_handler.engine.answers import joined
 from ifb_handler.engine.batch import Batch
+from ifb_handler.engine.beam_request import BeamRequest, rank_beams
+from ifb_handler.engine.beam_search import Candidates
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.errors import ConfigError
 from ifb_handler.engine.executor import Executor
@@ -40,6 +42,7 @@ from ifb_handler.engine.swap_space import SwapSpace
 from ifb_handler.engine.token_masks import Filling, MaskFiller
 
 _GIB = 1 << 30
+_NO_NUMBERS = "the model gave no usable logits (NaN)"
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class EngineCore:
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
         max_num_seqs = config.max_num_seqs
         budget = config.max_num_batched_tokens or max(executor.max_num_batched_tokens, max_num_seqs)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = budget
         self.executor = executor
         try:
             self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
@@ -84,6 +89,12 @@ class EngineCore:
         """Most tokens of one request, prompt and answer: the model's length, or all of a pool smaller than that."""
         return min(self.executor.max_model_len, self.pool.num_blocks * self.pool.block_size)
 
+    def max_beam_len(self, num_prompt_tokens: int, width: int) -> int:
+        """As `max_request_len`, of each of the beams, which share only the full pages of their prompt."""
+        shared = num_prompt_tokens // self.pool.block_size
+        pages = shared + (self.pool.num_blocks - shared) // width
+        return min(self.executor.max_model_len, pages * self.pool.block_size)
+
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been found to fit."""
         self.requests[request.request_id] = request
@@ -107,13 +118,13 @@ class EngineCore:
         """Decide the next step: check, evict, fill. None if there is nothing to run."""
         started = time.perf_counter()
         if self.latency_target is not None:
-            decoding = sum(request.state is RequestState.DECODE for request in self.scheduler.running)
+            decoding = sum(r.num_next for r in self.scheduler.running if r.state is RequestState.DECODE)
             self.scheduler.max_num_batched_tokens = self.latency_target.budget(decoding)
         schedule = self.scheduler.schedule()
         if not schedule.num_tokens:
             return None
         self.num_preemptions += len(schedule.preempted)
-        for request in schedule.admitted:
+        for request in (*schedule.admitted, *schedule.forked):
             self.sampler.state.set(
                 request.slot, request.params, request.seed, request.tokens, request.num_prompt_tokens
             )
@@ -142,6 +153,7 @@ class EngineCore:
             logits = self.executor.execute(batch)
             read_prompts(batch, self.executor)
             executed = time.perf_counter()
+            candidates = rank_beams(batch, logits, self.sampler.state.edits)
             tokens = self._sample(batch, logits, masks)
             sampled = time.perf_counter()
             if len(prefill) and len(batch.token_ids) > 2 * len(decode):
@@ -150,11 +162,12 @@ class EngineCore:
             if not self.executor.is_usable():
                 raise
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
-            alive = [r for r in schedule.num_tokens if r.state is not RequestState.FINISHED]
+            alive = dict.fromkeys(r.owner for r in schedule.num_tokens if r.state is not RequestState.FINISHED)
             outputs = [self._fail(r, f"the step failed: {error}") for r in alive]
             self.executor.take_seconds()
         else:
             outputs = self._commit(schedule, batch, drafts, tokens)
+            outputs += self._advance_beams(schedule, candidates)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = executed - scheduled - sum(seconds.values())
@@ -237,6 +250,8 @@ class EngineCore:
                 self.cache.computed(request)
         outputs = []
         for request, choices in sampled.items():
+            if isinstance(request.owner, BeamRequest):
+                continue
             draft = drafts.get(request, [])
             token_ids = [token_id for token_id, _ in choices]
             num_accepted = accepted(draft, token_ids)
@@ -260,6 +275,40 @@ class EngineCore:
             output = joined(output, self._append(request, *token))
         return output
 
+    def _advance_beams(
+        self, schedule: Schedule, candidates: dict[BeamRequest, Candidates | None]
+    ) -> list[RequestOutput]:
+        """The beam searches of the step take a step of their own; those that have ended give their answers."""
+        for request in schedule.num_tokens:
+            if isinstance(request, BeamRequest) and request.is_coming_back and not request.num_pending:
+                request.advance(None)
+        outputs = [self._advance(request, found) for request, found in candidates.items()]
+        return [output for output in outputs if output is not None]
+
+    def _advance(self, request: BeamRequest, candidates: Candidates | None) -> RequestOutput | None:
+        if candidates is None:
+            return self._fail(request, _NO_NUMBERS)
+        self._note_first_token(request)
+        self.generation_tokens += len(request.rows)
+        request.advance(candidates)
+        if not request.search.done:
+            self.scheduler.leave_behind(request)
+            return None
+        count, wanted = len(request.search.hypotheses), request.params.n
+        if count < wanted:
+            field = _restriction(request.params)
+            return self._fail(
+                request, f"{field or 'the model'} leaves {count} answers to give, and n is {wanted}", field
+            )
+        try:
+            answers = request.answers(self._output(request))
+        except Exception as error:  # one request's text must not end its neighbours
+            logger.exception("request %s: its text could not be made", request.request_id)
+            return self._fail(request, f"the answers' text could not be made: {error}")
+        output = self._finish(request, answers[0].finish_reason)
+        output.beams = answers
+        return output
+
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         matcher = request.matcher
         if matcher is not None and token_id != INVALID_TOKEN:
@@ -268,13 +317,11 @@ class EngineCore:
             return self._fail(request, f"the answer's grammar ended it: {matcher.error}", _restriction(request.params))
         if token_id == INVALID_TOKEN:
             field = _restriction(request.params)
-            why = f"{field} leaves no token to generate" if field else "the model gave no usable logits (NaN)"
+            why = f"{field} leaves no token to generate" if field else _NO_NUMBERS
             return self._fail(request, why, field)
         if request.state is RequestState.PREFILL:
             request.move(RequestState.DECODE)
-        if request.times.first_token is None:
-            request.times.first_token = time.monotonic()
-            self.prompt_tokens += request.num_prompt_tokens
+        self._note_first_token(request)
         request.tokens.append(token_id)
         self.generation_tokens += 1
         try:
@@ -287,6 +334,11 @@ class EngineCore:
         output.logprobs = None if logprobs is None else [logprobs]
         output.prompt_logprobs = request.prompt_logprobs if request.num_generated == 1 else None
         return output
+
+    def _note_first_token(self, request: Request) -> None:
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+            self.prompt_tokens += request.num_prompt_tokens
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
         """Evict: the pages are free from here on."""

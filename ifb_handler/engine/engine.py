@@ -20,6 +20,7 @@ from typing import Any
 
 from ifb_handler.engine.answers import Answers, joined, sequence_params, sequence_seed
 from ifb_handler.engine.bad_words import tokenize
+from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
@@ -111,7 +112,8 @@ class Engine:
     def submit(self, request: GenerationRequest, mailbox: Mailbox) -> None:
         """Queue a request; its outputs come to `mailbox`, the last one of each of its `n` answers with a finish_reason.
 
-        If one answer fails, the others are aborted. A `best_of` above `n` gives each answer whole, in one output.
+        If one answer fails, the others are aborted. A `best_of` above `n` and a beam search give each answer whole, in
+        one output.
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
         request = dataclasses.replace(request, prompt_token_ids=_plain_integers(request.prompt_token_ids))
@@ -127,7 +129,7 @@ class Engine:
                 limit,
                 Detokenizer(self._vocabulary, request.prompt_token_ids, params.skip_special_tokens),
             )
-            for _ in range(params.num_sequences)
+            for _ in range(params.n if params.use_beam_search else params.num_sequences)
         ]
         with self._changed:
             if not self._accepting:
@@ -135,16 +137,20 @@ class Engine:
             if request.request_id in self._answers:
                 raise RequestError(f"request_id: {request.request_id!r} is the id of a live request", "request_id")
             waiting = self._stats.num_requests_waiting + len(self._submitted)
-            if waiting + len(texts) > self.config.max_num_waiting:
+            if waiting + params.num_sequences > self.config.max_num_waiting:
                 raise QueueFullError(f"the waiting queue is full: max_num_waiting is {self.config.max_num_waiting}")
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-            ids = self._sequence_ids(request.request_id, len(texts))
+            ids = self._sequence_ids(request.request_id, params.num_sequences)
             answers = Answers(request.request_id, request.params, ids, mailbox)
             self._answers[request.request_id] = answers
-            for index, (sequence_id, text) in enumerate(zip(ids, texts, strict=True)):
+            for index, sequence_id in enumerate(ids):
                 sequence = dataclasses.replace(request, request_id=sequence_id, params=params)
-                matcher = None if grammar is None else grammar.matcher()
-                self._submitted.append(Request(sequence, self._num_arrived, sequence_seed(seed, index), text, matcher))
+                if params.use_beam_search:
+                    self._submitted.append(BeamRequest(sequence, self._num_arrived, texts, self.eos_token_ids))
+                else:
+                    matcher = None if grammar is None else grammar.matcher()
+                    own_seed = sequence_seed(seed, index)
+                    self._submitted.append(Request(sequence, self._num_arrived, own_seed, texts[index], matcher))
                 self._sequences[sequence_id] = answers
                 self._num_arrived += 1
             self._changed.notify_all()
@@ -182,7 +188,27 @@ class Engine:
                 f"{self.max_model_len} tokens",
                 "prompt",
             )
+        if request.params.use_beam_search:
+            room = self._room_for_beams(request.params, len(prompt))
         return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+
+    def _room_for_beams(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """-> the most tokens of each beam's answer. Raises RequestError if so many beams can never run."""
+        field = "n" if params.best_of is None else "best_of"
+        for option in ("max_num_seqs", "max_num_batched_tokens"):
+            most = getattr(self._core, option)
+            if params.width > most:
+                raise RequestError(f"{field}: {params.width} beams are more than {option}, {most}", field)
+        if self.config.batching == "static":
+            raise RequestError('use_beam_search: true needs "batching: continuous"', "use_beam_search")
+        room = self._core.max_beam_len(num_prompt_tokens, params.width) - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"{field}: {params.width} beams after a prompt of {num_prompt_tokens} tokens are more than the KV pool "
+                f"holds, {self._core.pool.num_blocks} pages of {self.config.block_size} tokens",
+                field,
+            )
+        return room
 
     def cancel(self, request_id: str) -> None:
         """End a request between two steps; its last output has finish_reason `abort`. An unknown id is no error."""

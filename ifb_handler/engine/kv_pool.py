@@ -56,6 +56,10 @@ class KVPool:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def pages_of(self, slot: int) -> np.ndarray:
+        """int32: the pages that the slot holds, a view."""
+        return self.tables[slot, : self.num_pages[slot]]
+
     def open(self) -> int:
         """Take a slot with no pages. Never more than `max_num_seqs` are open."""
         return self._free_slots.pop()
@@ -92,6 +96,20 @@ class KVPool:
             self._disown(self.tables[slot, num_pages:held])
             self.num_pages[slot] = num_pages
 
+    def fork(self, slot: int, num_tokens: int) -> tuple[int, list[tuple[int, int]]]:
+        """Open a slot that begins with the first `num_tokens` tokens of `slot`, whose keys and values are computed.
+
+        -> the slot, and what is to be copied for it, (from, to). Full pages are shared; one that is partly filled goes
+        on differently in each, and there must be a page available for its copy.
+        """
+        full = num_tokens // self.block_size
+        fork = self.open()
+        self.adopt(fork, self.tables[slot, :full].tolist())
+        if not self.extend(fork, num_tokens):
+            raise RuntimeError("KV pool: no page for a copy-on-write")
+        last = slice(full, self.num_pages[fork])
+        return fork, list(zip(self.tables[slot, last].tolist(), self.tables[fork, last].tolist(), strict=True))
+
     def replace(self, slot: int, index: int, page: int) -> None:
         """Own `page`, which holds the same, in place of the slot's page number `index`."""
         old = int(self.tables[slot, index])
@@ -102,7 +120,7 @@ class KVPool:
 
     def close(self, slot: int) -> np.ndarray:
         """Give the slot back, and every page that has no other owner. -> the pages that it held"""
-        pages = self.tables[slot, : self.num_pages[slot]].copy()
+        pages = self.pages_of(slot).copy()
         self._disown(pages)
         self.num_pages[slot] = 0
         self._free_slots.append(slot)

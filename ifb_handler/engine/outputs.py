@@ -49,6 +49,9 @@ class RequestOutput:
     prompt_logprobs         on the first output of an answer, if asked for: one a prompt token, None for the first
     num_cached_tokens       prompt tokens whose keys and values were found in the prefix cache
     num_generated_tokens    the total so far
+    score                   of an answer of a beam search: the sum of its tokens' log probabilities over its length to
+                            the power of length_penalty
+    beams                   within the engine, on the last output of a beam search: its answers, best first
     finish_reason           set on the last output only
     stop_reason             the stop string or stop token id that ended it; None for the model's own EOS
     error, error_param      what went wrong, with finish_reason `error`; the field of the request at fault, if one is
@@ -63,6 +66,8 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    score: float | None = None
+    beams: list[RequestOutput] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

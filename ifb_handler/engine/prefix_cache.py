@@ -184,6 +184,12 @@ class PrefixCache:
             pending = child
         request.cache_node, request.cache_depth = None, 0
 
+    def hand_over(self, request: Request, row: Request) -> None:
+        """`row` goes on with the request's pages, all of which are computed."""
+        row.cache_node, row.cache_depth = request.cache_node, request.cache_depth
+        request.cache_node.writers.discard(request)
+        request.cache_node, request.cache_depth = None, 0
+
     def _keys(self, request: Request, first: int, last: int) -> Iterator[bytes]:
         size = self._block_size
         return (request.tokens[i * size : (i + 1) * size].tobytes() for i in range(first, last))

@@ -7,12 +7,17 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifb_handler.engine.grammar import Matcher
 from ifb_handler.engine.outputs import FinishReason, RequestTimes, TokenLogprobs
 from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.stopping import OutputAssembler
+
+if TYPE_CHECKING:
+    from ifb_handler.engine.kv_pool import KVPool
+    from ifb_handler.engine.prefix_cache import PrefixCache
+    from ifb_handler.engine.scheduler import Schedule
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,52 @@ class Request:
     def num_pending(self) -> int:
         """Tokens whose keys and values are still to be computed: one while decoding, a prompt's rest in prefill."""
         return len(self.tokens) - self.num_computed
+
+    # What a request with several rows in the batch (`BeamRequest`) says otherwise.
+
+    @property
+    def owner(self) -> Request:
+        """The request that this is a row of."""
+        return self
+
+    @property
+    def rows(self) -> Sequence[Request]:
+        """What holds its pages while it runs, each in a slot of its own."""
+        return [self]
+
+    @property
+    def width(self) -> int:
+        """Most rows that it ever has."""
+        return 1
+
+    @property
+    def num_next(self) -> int:
+        """Tokens of its next step while decoding, all of them in one step."""
+        return 1
+
+    def num_pages(self, num_tokens: int, block_size: int) -> int:
+        """Most pages that it needs when it has `num_tokens` tokens."""
+        return -(-num_tokens // block_size)
+
+    def next_tokens(self, budget: int) -> dict[Request, int]:
+        """While decoding: how many tokens of which rows come next. `budget` is at least `num_next`."""
+        return {self: 1}
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it may go on from what `slot` holds of it."""
+        return True
+
+    def extend(self, pool: KVPool, cache: PrefixCache | None, step: Schedule) -> bool:
+        """While decoding, take pages for the next tokens. False, and nothing changed, if too few are available."""
+        return pool.extend(self.slot, self.num_computed + 1)
+
+    def lose_pages(self) -> None:
+        """It has been preempted."""
+        self.num_computed = 0
+        self.num_preemptions += 1
+        self.move(RequestState.PREEMPTED)
+        self.move(RequestState.WAITING)
 
     @property
     def needs_prompt_logits(self) -> bool:

@@ -34,6 +34,14 @@ class SamplingParams:
     n                          answers to one prompt, >= 1
     best_of                    answers to generate, >= n: the n with the highest sum of their tokens' log probabilities
                                are given, best first, once all have ended; None: n
+    use_beam_search            best_of is the number of beams, and the n best answers are given, best first, at the end.
+                               Nothing is sampled: temperature, top_k, top_p and min_p are left alone; nor can it be
+                               asked for logprobs, stop (stop_token_ids are honoured) or structured
+    length_penalty             of a beam search: an answer's score is the sum of its tokens' log probabilities over
+                               length ** length_penalty, -10 to 10
+    early_stopping             of a beam search, when to end it once best_of answers are found: True: at once; False:
+                               when the best beam, ended now, would be no better than the worst of them; "never": when
+                               it could be no better at any length
     max_tokens                 most tokens to generate, >= 1; None means up to the model's length
     min_tokens                 no stop of any kind before this many tokens, >= 0
     temperature                0 to 2; 0 is greedy, and so is anything below 1e-5
@@ -66,6 +74,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -94,12 +105,17 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many answers are generated."""
+        """How many sequences the engine runs, each for an answer of its own; a beam search is one."""
+        return 1 if self.use_beam_search else self.width
+
+    @property
+    def width(self) -> int:
+        """How many answers the `n` that are given are chosen from; how many beams a beam search has."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranked(self) -> bool:
-        """Whether the answers are known only when all have ended: such a request can not be streamed."""
+        """Whether the sequences' answers are ranked when all have ended: such a request can not be streamed."""
         return self.num_sequences > self.n
 
     @property
@@ -153,7 +169,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
-        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        flags = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+        for field in flags:
             if not isinstance(getattr(self, field), bool):
                 raise RequestError(f"{field}: {getattr(self, field)!r} is not true or false", field)
         if not isinstance(self.structured, StructuredOutput | None):
@@ -161,6 +178,32 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         stops = () if self.stop_token_ids is None else self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stops, MAX_STOP_TOKEN_IDS))
+        _check_beam_search(self)
+
+
+def _check_beam_search(params: SamplingParams) -> None:
+    _real("length_penalty", params.length_penalty, -10.0, 10.0)
+    if not (isinstance(params.early_stopping, bool) or params.early_stopping == "never"):
+        raise RequestError(
+            f'early_stopping: {_shown(params.early_stopping)} is not true, false or "never"', "early_stopping"
+        )
+    if not params.use_beam_search:
+        for field, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(params, field) != neutral:
+                raise RequestError(f"{field}: is given only with use_beam_search", field)
+        return
+    # As they are when they change nothing, or were left out.
+    left_alone = {"temperature": (0.0, 1.0), "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
+    for field, neutral in left_alone.items():
+        value = getattr(params, field)
+        if value not in neutral:
+            raise RequestError(f"{field}: {value} means nothing to a beam search, which draws no tokens", field)
+    for field in ("logprobs", "stop"):
+        if getattr(params, field) not in (None, ()):
+            raise RequestError(f"{field}: is not given with use_beam_search", field)
+    if params.structured is not None:
+        raise RequestError(f"{params.structured.field}: is not given with use_beam_search", params.structured.field)
+    object.__setattr__(params, "temperature", 0.0)
 
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:

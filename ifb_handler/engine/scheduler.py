@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
+from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.kv_pool import KVPool
 from ifb_handler.engine.policies import Policies
 from ifb_handler.engine.prefix_cache import NOTHING, Prefix, PrefixCache
@@ -29,8 +30,10 @@ class Schedule:
     num_tokens    tokens to compute, by request
     admitted      who came in from the queue
     preempted     who was sent back to it
+    forked        rows that go on in a slot of their own from what another row has computed
     swap_out, swap_in, copies    pages to move before all else, in this order, each (from, to): a preempted request's to
                   host memory; from there those of one that comes back; copy-on-write of one whose beginning is known
+                  or shared
     seconds       what it took to decide
     """
 
@@ -38,6 +41,7 @@ class Schedule:
     num_tokens: dict[Request, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    forked: list[Request] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -83,9 +87,12 @@ class Scheduler:
         for request in [r for r in self.running if r.state is RequestState.DECODE]:
             if not step.budget:
                 break
+            if request.num_next > step.budget:
+                continue
             if request.state is RequestState.DECODE and self._make_room(request, step):
-                step.num_tokens[request] = 1
-                step.budget -= 1
+                counts = request.next_tokens(step.budget)
+                step.num_tokens |= counts
+                step.budget -= sum(counts.values())
 
     def prefill(self, step: Schedule) -> None:
         """Chunks of the prompts that are being prefilled already.
@@ -109,8 +116,12 @@ class Scheduler:
                         step.budget -= more
 
     def _may_admit(self) -> bool:
-        free = len(self.running) < self.max_num_seqs and self.policies.batching.may_admit(len(self.running))
+        free = self._num_free_rows > 0 and self.policies.batching.may_admit(len(self.running))
         return free and bool(self.waiting)
+
+    @property
+    def _num_free_rows(self) -> int:
+        return self.max_num_seqs - sum(request.width for request in self.running)
 
     def admit(self, step: Schedule) -> None:
         """New requests, as far as budget, places and pages go.
@@ -120,8 +131,9 @@ class Scheduler:
         """
         if not self._may_admit():
             return
+        free = self._num_free_rows
         for request in list(self.policies.ordering.in_order(self.waiting, self.cache)):
-            if len(self.running) == self.max_num_seqs:
+            if free < request.width:
                 break
             known = NOTHING if self.cache is None or request.swapped else self.cache.match(request)
             if known is None:
@@ -132,6 +144,7 @@ class Scheduler:
                 break
             if not self._admit(request, known, step):
                 break
+            free -= request.width
             step.admitted.append(request)
             self._take_chunk(request, step)
 
@@ -151,8 +164,8 @@ class Scheduler:
         return chunk
 
     def _make_room(self, request: Request, step: Schedule) -> bool:
-        """A page for the next token of `request`, if need be from another, or from itself: then it is not True."""
-        while not self.pool.extend(request.slot, request.num_computed + 1):
+        """Pages for the next tokens of `request`, if need be from another, or from itself: then it is not True."""
+        while not request.extend(self.pool, self.cache, step):
             if self.ended:  # padding gives way
                 self._close(self.ended.pop())
                 continue
@@ -163,31 +176,41 @@ class Scheduler:
                 return False
         return True
 
+    def leave_behind(self, request: BeamRequest) -> None:
+        """Rows that none of its beams goes on from give their pages back."""
+        for row in request.take_losers():
+            self._close(row)
+
     def _preempt(self, victim: Request, step: Schedule) -> None:
         """Its pages go, to host memory or to be computed again; its tokens stay, and it waits to come back."""
-        step.budget += step.num_tokens.pop(victim, 0)
+        step.budget += sum(step.num_tokens.pop(row, 0) for row in victim.rows)
         step.preempted.append(victim)
         computed = self.pool.pages_for(victim.num_computed)
         arrived_now = victim in step.admitted  # its pages are not filled before the step is executed
         if arrived_now:
             step.admitted.remove(victim)
-        elif self.swap.worth_it(victim.num_computed, computed):
+        elif victim.may_swap and self.swap.worth_it(victim.num_computed, computed):
             victim.swapped = self.swap.take(computed)
             victim.num_swapped = victim.num_computed
             step.swap_out += zip(self.pool.tables[victim.slot, :computed].tolist(), victim.swapped, strict=True)
+        self._forget_copies(victim, step)
         self._release(victim)
-        victim.num_computed = 0
-        victim.num_preemptions += 1
-        victim.move(RequestState.PREEMPTED)
-        victim.move(RequestState.WAITING)
+        victim.lose_pages()
         bisect.insort(self.waiting, victim, key=lambda r: r.arrival)
+
+    def _forget_copies(self, victim: Request, step: Schedule) -> None:
+        """The pages that were to be filled for it may be another's by the end of this step."""
+        step.forked = [row for row in step.forked if row.owner is not victim]
+        if step.copies:
+            pages = {page for row in victim.rows for page in self.pool.pages_of(row.slot).tolist()}
+            step.copies = [(source, target) for source, target in step.copies if target not in pages]
 
     def _admit(self, request: Request, known: Prefix, step: Schedule) -> bool:
         """Start a request if pages for all its tokens are available: a prefill never runs out of pages midway."""
         num_tokens = self.policies.kv_reservation.num_tokens(request)
         if request.num_preemptions >= _MOST_PREEMPTIONS:
             num_tokens = request.max_len
-        missing = self.pool.pages_for(max(num_tokens, len(request.tokens) + 1)) - len(known.nodes)
+        missing = request.num_pages(max(num_tokens, len(request.tokens) + 1), self.pool.block_size) - len(known.nodes)
         available = self.pool.num_available_beside(known.pages)
         fits = self.policies.capacity.fits(request, missing, available, self.running, self.pool)
         if self.running and not (fits and missing <= available):
@@ -215,7 +238,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        self._close(request)
+        for row in request.rows:
+            self._close(row)
         self._close_ended_batch()
 
     def _close_ended_batch(self) -> None:
@@ -236,7 +260,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Evict a request that has ended, wherever it is; its pages are free at once, unless the batch is static."""
-        if request.slot is None:
+        if request.state is RequestState.WAITING:
             self.waiting.remove(request)
             self._leave_swap_space(request)
         elif self.policies.batching.keeps_ended and request.state is RequestState.DECODE:
@@ -257,12 +281,15 @@ class Scheduler:
         arrivals = [r.arrival for r in self.waiting]
         if arrivals != sorted(arrivals):
             raise RuntimeError(f"scheduler: the queue is not in order of arrival: {arrivals}")
-        for request in self.running:
-            if request.slot is None or request.num_computed > self.pool.num_pages[request.slot] * self.pool.block_size:
-                raise RuntimeError(f"scheduler: {request!r} runs without the pages it needs")
+        rows = [row for request in self.running for row in request.rows]
+        for row in rows:
+            if row.slot is None or row.num_computed > self.pool.num_pages[row.slot] * self.pool.block_size:
+                raise RuntimeError(f"scheduler: {row!r} runs without the pages it needs")
+        if self._num_free_rows < 0 or any(len(request.rows) > request.width for request in self.running):
+            raise RuntimeError("scheduler: more rows run than may")
         if any(r.slot is not None or r.num_computed for r in self.waiting):
             raise RuntimeError("scheduler: a waiting request holds a slot")
         self.swap.check([page for r in self.waiting for page in r.swapped])
-        held = sum(int(self.pool.num_pages[r.slot]) for r in (*self.running, *self.ended))
+        held = sum(int(self.pool.num_pages[r.slot]) for r in (*rows, *self.ended))
         if held != int(self.pool.num_pages.sum()):
             raise RuntimeError("scheduler: pages are held by no running request")

@@ -113,8 +113,9 @@ class Speculator:
 
     def _room(self, request: Request) -> int:
         """Most draft tokens that could be of use. Some requests cannot speculate: their logits at one place are
-        changed by what the answer holds at the places before it."""
-        if request.state is not RequestState.DECODE or request.params.depends_on_answer:
+        changed by what the answer holds at the places before it, or their beams compete at every token."""
+        params = request.params
+        if request.state is not RequestState.DECODE or params.depends_on_answer or params.use_beam_search:
             return 0
         return min(self._most, request.max_len - len(request.tokens) - 1)
 

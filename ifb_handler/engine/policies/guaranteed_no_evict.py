@@ -14,5 +14,5 @@ from ifb_handler.engine.request import Request
 
 class GuaranteedNoEvict(Capacity):
     def fits(self, request: Request, missing: int, available: int, running: Sequence[Request], pool: KVPool) -> bool:
-        needed = sum(pool.pages_for(r.max_len) for r in running) + pool.pages_for(request.max_len)
+        needed = sum(r.num_pages(r.max_len, pool.block_size) for r in (*running, request))
         return needed <= pool.num_blocks
