@@ -14,6 +14,7 @@ import pytest
 from frontend import Client, Frontend
 from tiny_llama import write_tiny_llama
 
+from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.torchserve import conversation
 
 OPTIONS = {
@@ -97,6 +98,35 @@ def test_a_seeded_request_gives_its_n_answers_again(frontend: Frontend) -> None:
     assert len({choice["text"] for choice in first[:3]}) > 1
 
 
+def test_beams_are_told_best_first_and_streamed_as_one_event_each(frontend: Frontend) -> None:
+    beams = {"use_beam_search": True, "max_tokens": 6, "ignore_eos": True, "length_penalty": 0.5}
+    body = {"prompt": ["the fox", [60, 70, 80]], "n": 2, "best_of": 4, "early_stopping": "never", **beams}
+    whole = answered(frontend, "v1/completions", body)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert len({choice["text"] for choice in whole["choices"]}) == 4
+    assert whole["usage"]["completion_tokens"] == 24
+    (best,) = frontend.engine.generate(
+        [[60, 70, 80]],
+        SamplingParams(
+            use_beam_search=True, best_of=4, max_tokens=6, ignore_eos=True, length_penalty=0.5, early_stopping="never"
+        ),
+    )
+    assert whole["choices"][2]["text"] == best.text
+    client = frontend.send("v1/completions", {**body, "stream": True})
+    frontend.finish(client)
+    told = [event["choices"][0] for event in client.events[:-1]]
+    assert sorted((c["index"], c["text"]) for c in told) == [(c["index"], c["text"]) for c in whole["choices"]]
+    chat = {"messages": MESSAGES, "n": 3, **beams}
+    texts = [c["message"]["content"] for c in answered(frontend, "v1/chat/completions", chat)["choices"]]
+    assert len(set(texts)) == 3
+    client = frontend.send("v1/chat/completions", {**chat, "stream": True})
+    frontend.finish(client)
+    streamed = [event["choices"][0] for event in client.events[:-1] if event["choices"][0]["delta"].get("content")]
+    assert sorted((c["index"], c["delta"]["content"]) for c in streamed) == list(enumerate(texts))
+    plain = answered(frontend, "", {"prompt": [60, 70, 80], "best_of": 4, "early_stopping": "never", **beams})
+    assert plain["text"] == best.text
+
+
 def test_n_answers_stream_side_by_side(frontend: Frontend) -> None:
     body = {"messages": MESSAGES, "n": 3, "seed": 5, "max_tokens": 8, "ignore_eos": True}
     whole = answered(frontend, "v1/chat/completions", body)
@@ -171,6 +201,7 @@ def test_cached_tokens_are_counted(frontend: Frontend) -> None:
         ({"prompt": [5] * 500, "max_tokens": 401}, "max_tokens"),
         ({"prompt": "a", "n": 9}, "n"),
         ({"prompt": "a", "best_of": 9}, "best_of"),
+        ({"prompt": "a", "best_of": 8, "use_beam_search": True}, "best_of"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a"] * 7, "n": 3}, "n"),
     ],

@@ -176,6 +176,7 @@ class BeamRequest(Request):
 
     def answers(self, common: RequestOutput) -> list[RequestOutput]:
         """The `n` best, once the search is done. `common`: what all of them say."""
+        common.prompt_logprobs = self.prompt_logprobs
         return [
             _answer(hypothesis, text, dataclasses.replace(common, index=index))
             for index, (hypothesis, text) in enumerate(zip(self.search.hypotheses, self.texts, strict=False))
