@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace ifb {
@@ -68,6 +70,20 @@ inline Vec as_float(VecBits x) { return (Vec)x; }
 inline VecBits as_bits(Vec x) { return (VecBits)x; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+// a * b + c, rounded once where the machine can. Written as such, the compiler may round once in one place and twice in
+// another, and a value would depend on which of two copies of a function computed it.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 // ---- load and store kLanes values, at any address -------------------------------------------------------------------
 

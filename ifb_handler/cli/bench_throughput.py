@@ -29,6 +29,7 @@ def throughput(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in the running batch.")] = 32,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="int8; none by default.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
@@ -40,7 +41,7 @@ def throughput(
         raise UsageError(f"--workload: {workload!r} is not one of {', '.join(OFFLINE)}")
     jobs = WORKLOADS[workload].make(num_requests, seed)
     options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    with Engine(model, dtype=dtype, **options) as engine:
+    with Engine(model, dtype=dtype, quantization=quantization, **options) as engine:
         warm = Job(jobs[0].prompt_token_ids[:16], 4)
         _run(engine, [warm], "warm-up")
         measured = sorted((_run(engine, jobs, f"run {i}") for i in range(runs)), key=lambda r: r["output_tokens_per_s"])
@@ -50,6 +51,7 @@ def throughput(
             "model": engine.model_name,
             "num_requests": num_requests,
             "max_num_seqs": max_num_seqs,
+            "quantization": quantization,
             "seed": seed,
             "runs_output_tokens_per_s": [round(r["output_tokens_per_s"], 2) for r in measured],
             **figures,

@@ -46,8 +46,9 @@ _MOST = {
 }
 _MOST_GIB = 2**20
 
-CHOICES = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": (None, "int8"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "attention_backend": ("auto", "triton", "cpu", "torch"),
     "batching": ("continuous", "static"),
@@ -68,6 +69,9 @@ class EngineConfig:
     tokenizer                  a tokenizer from elsewhere: folder, tokenizer.json or hub id; None: the model's own
     served_model_name          the name in answers; None: the model's own
     dtype                      auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's own on a GPU
+    quantization               None: weights in the dtype above. On a CPU also int8: all linear layers, the output
+                               projection included, multiply in 8-bit integers; a scale for each output channel and
+                               for each token
     kv_cache_dtype             auto (the dtype above), int8 or fp8_e4m3: keys and values in 8 bits, a scale for each
                                token and head; about a quarter of float32's memory, half of bfloat16's
     device                     auto, cpu, cuda or cuda:N
@@ -116,6 +120,7 @@ class EngineConfig:
     tokenizer: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -218,9 +223,9 @@ def _typed(name: str, value: object, hint: object) -> object:
     return value
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(a or 'null' for a in allowed)}")
 
 
 def _count(name: str, value: int | None) -> None:

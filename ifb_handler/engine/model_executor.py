@@ -36,7 +36,18 @@ class ModelExecutor(Executor):
                 raise ConfigError(f"num_threads: {config.num_threads} is more than this machine's {cores} cores")
             torch.set_num_threads(config.num_threads)
         self.backend = _backend(self.device, config.attention_backend)
-        self.model = load_model(files, dtype=config.dtype, device=self.device, backend=self.backend, progress=progress)
+        if config.quantization is not None and self.device.type != "cpu":
+            raise ConfigError(
+                f"quantization: {config.quantization!r} needs device: cpu, and the device is {self.device}"
+            )
+        self.model = load_model(
+            files,
+            dtype=config.dtype,
+            device=self.device,
+            backend=self.backend,
+            quantization=config.quantization,
+            progress=progress,
+        )
         shape = self.model.config
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = self.model.eos_token_ids

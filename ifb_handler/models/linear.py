@@ -2,7 +2,7 @@
 
 On a CPU a weight is packed once and the plain copy dropped: into our own panels where the native library was built
 (`ifb_kernels.packed_linear`), into oneDNN's blocks where it was not and for bfloat16 where the processor has
-instructions for it. Elsewhere torch's `F.linear` multiplies as it likes.
+instructions for it. A quantized weight lies in panels of codes. Elsewhere torch's `F.linear` multiplies as it likes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ import torch
 import torch.nn.functional as F
 
 from ifb_kernels.decoder_layers import NativeLinear
+from ifb_kernels.int8_linear import Int8Linear
 from ifb_kernels.packed_linear import PackedLinear, can_pack
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+QUANTIZATIONS = {"int8": Int8Linear}
 
 
 class Linear:
     """y = x W^T + b for x [T, in] -> [T, out], in the weight's dtype. `weight` is None once it is packed."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """`weight` [out, in] and `bias` [out] on one device."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> None:
+        """`weight` [out, in] and `bias` [out] on one device; with `quantization`, one of QUANTIZATIONS, on a CPU."""
         values = weight.numel() + (0 if bias is None else bias.numel())
         self.num_bytes = values * weight.element_size()
         self.weight: torch.Tensor | None = None
         self._multiply: Multiply
-        if _suits_onednn(weight):
+        if quantization is not None:
+            self._multiply = QUANTIZATIONS[quantization](weight, bias)
+            self.num_bytes = self._multiply.num_bytes
+        elif _suits_onednn(weight):
             self._multiply = _OneDNNLinear(weight, bias)
         elif can_pack(weight):
             self._multiply = PackedLinear(weight, bias)
@@ -42,12 +48,12 @@ class Linear:
 
     def native(self) -> NativeLinear | None:
         """For native callers, float32 in and out; None where native code cannot multiply by this weight."""
-        return self._multiply.native() if isinstance(self._multiply, PackedLinear) else None
+        return self._multiply.native() if isinstance(self._multiply, (PackedLinear, Int8Linear)) else None
 
 
-def packs(weight: torch.Tensor) -> bool:
+def packs(weight: torch.Tensor, quantization: str | None = None) -> bool:
     """Whether a `Linear` with a weight of this one's dtype and device holds a packed copy, not the weight itself."""
-    return _suits_onednn(weight) or can_pack(weight)
+    return quantization is not None or _suits_onednn(weight) or can_pack(weight)
 
 
 def _suits_onednn(weight: torch.Tensor) -> bool:

@@ -37,16 +37,18 @@ def load_model(
     dtype: str,
     device: torch.device,
     backend: AttentionBackend,
+    quantization: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the weights of `files` onto `device`.
 
-    `dtype` is float32, bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. Raises ModelError
+    `dtype` is float32, bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. `quantization` is
+    one of QUANTIZATIONS, which all linear layers put their weights in (on a CPU); None: as they are. Raises ModelError
     naming the tensor that is missing, unexpected or of the wrong shape.
     """
     checkpoint = open_checkpoint(files)
     config = dataclasses.replace(checkpoint.config, dtype=_choose_dtype(dtype, device, checkpoint.config))
-    loader = _Loader(checkpoint, config, device, progress)
+    loader = _Loader(checkpoint, config, device, quantization, progress)
     decoder = loader.build(backend)
     return LoadedModel(files.name, config, decoder, _eos_token_ids(files, config), loader.weight_bytes)
 
@@ -88,11 +90,17 @@ class _Loader:
     """Reads the parts of each fused weight into one buffer, and hands it to the layer that packs it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: DecoderConfig, device: torch.device, progress: Progress | None
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        device: torch.device,
+        quantization: str | None,
+        progress: Progress | None,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._device = device
+        self._quantization = quantization
         self._progress = progress or (lambda done, total, what: None)
         expected = set(_expected_tensors(config))
         found = checkpoint.tensor_names
@@ -155,7 +163,7 @@ class _Loader:
             if biases is not None:
                 self._read(f"{name}.bias", biases[start : start + out_features])
             start += out_features
-        linear = Linear(weight, biases)
+        linear = Linear(weight, biases, self._quantization)
         self.weight_bytes += linear.num_bytes
         return linear
 
@@ -186,7 +194,7 @@ class _Loader:
 
     def _weight_to_fill(self, out_features: int, in_features: int) -> torch.Tensor:
         """Room for a fused weight: the same room each time where the layer that gets it keeps a packed copy."""
-        if not packs(self._scratch):
+        if not packs(self._scratch, self._quantization):
             return self._empty(out_features, in_features)
         size = out_features * in_features
         if self._scratch.numel() < size:

@@ -1,0 +1,127 @@
+"""The matrix product of a linear layer in 8-bit integers (W8A8), on a CPU.
+
+A weight holds one scale for each output channel, a row of activations one of its own, taken from that row alone (per
+token; Yao et al., ZeroQuant, 2022). Both are first rotated, W R (R^T x) = W x, with R orthogonal: what a few channels
+of a decoder's activations have far more of than the others, it spreads over 64, so that the others keep their digits
+(Ashkboos et al., QuaRot, 2024). R is the Walsh-Hadamard transform of each block of 64 channels, its own inverse.
+
+    (R W^T)[i, o] ~ weight_codes[o, i] * weight_scales[o]        (R x)[t, i] ~ codes[t, i] * scales[t]
+    y[t, o] = (sum over i of codes[t, i] * weight_codes[o, i]) * scales[t] * weight_scales[o] + bias[o]
+
+Codes are integers from -127 to 127, the largest magnitude of a channel or row at 127. The sums are integers, so exact:
+a row's result is the same bits whatever the other rows are and however the work is shared out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+
+import torch
+
+from ifb_kernels import native
+from ifb_kernels.decoder_layers import NativeLinear
+
+LARGEST_CODE = 127
+BLOCK = 64  # channels that are rotated together
+
+_VALUES_AT_A_TIME = 1 << 18  # quantized together: what packing takes beside the packed weight
+
+
+class _Int8Weights(ctypes.Structure):
+    """As in native_linear_int8.cpp."""
+
+    _fields_ = (("packed", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("out", c_int64), ("in", c_int64))
+
+
+class Int8Linear:
+    """y = x W^T + b for x [T, in] -> [T, out] of x's dtype (float32, bfloat16 or float16). Inference only."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """`weight` [out, in] in main memory, of any float dtype; `bias` [out]. Quantized copies are made."""
+        self.library = native.library()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.float()
+        codes, self.scales = quantize_weight(weight)
+        self.packed = codes
+        if self.library is None:
+            return
+        panel = ctypes.c_int()
+        self.library.ifb_linear_int8_panel(ctypes.byref(panel))
+        panels = -(-self.out_features // panel.value)
+        self.packed = torch.empty(panels * panel.value, codes.shape[1], dtype=torch.int8)
+        self.library.ifb_linear_int8_pack(
+            self.packed.data_ptr(), codes.data_ptr(), self.out_features, codes.shape[1], torch.get_num_threads()
+        )
+        self._weights = _Int8Weights(
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self.out_features,
+            self.in_features,
+        )
+        self._address = ctypes.addressof(self._weights)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.packed, self.scales, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.library is None:
+            return int8_linear_reference(wide, self.packed, self.scales, self.bias).to(x.dtype)
+        if wide.stride(1) != 1:
+            wide = wide.contiguous()
+        y = wide.new_empty(wide.shape[0], self.out_features)
+        threads = torch.get_num_threads()
+        self.library.ifb_linear_int8(
+            self._address, y.data_ptr(), wide.data_ptr(), wide.stride(0), wide.shape[0], threads
+        )
+        return y.to(x.dtype)
+
+    def native(self) -> NativeLinear | None:
+        """For native callers, float32 in and out; valid while this object lives. None without the native library."""
+        if self.library is None:
+            return None
+        return NativeLinear(ctypes.cast(self.library.ifb_linear_int8, c_void_p).value, self._address)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """R times each row of `x` [T, N] -> float32 [T, N rounded up to whole blocks]; channels beyond N count as zero."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK))
+    rotated, step = padded, 1
+    while step < BLOCK:
+        first, second = rotated.reshape(x.shape[0], padded.shape[1] // (2 * step), 2, step).unbind(2)
+        rotated = torch.stack((first + second, first - second), dim=2)
+        step *= 2
+    return rotated.view(padded.shape) * BLOCK**-0.5
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [T, N] -> (codes int8 [T, N], scales float32 [T]), rounded to nearest, ties to even."""
+    largest = x.abs().amax(dim=1)
+    inverse = torch.where(largest > 0, LARGEST_CODE / largest, torch.zeros(()))
+    return (x * inverse.unsqueeze(1)).round_().to(torch.int8), largest / LARGEST_CODE
+
+
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weight` [out, in] -> (codes of R W^T as [out, in rounded up to whole blocks], scales [out])."""
+    out_features, in_features = weight.shape
+    codes = torch.empty(out_features, -(-in_features // BLOCK) * BLOCK, dtype=torch.int8)
+    scales = torch.empty(out_features)
+    step = max(1, _VALUES_AT_A_TIME // codes.shape[1])
+    for start in range(0, out_features, step):
+        rows = slice(start, start + step)
+        codes[rows], scales[rows] = quantize_rows(rotate(weight[rows]))
+    return codes, scales
+
+
+def int8_linear_reference(
+    x: torch.Tensor, weight_codes: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The definition above in plain torch: x float32 [T, in] and `quantize_weight`'s result -> float32 [T, out]."""
+    codes, scales = quantize_rows(rotate(x))
+    sums = torch.nn.functional.linear(codes.double(), weight_codes.double())  # exact: far below 2^53
+    y = sums.float() * scales.unsqueeze(1) * weight_scales
+    return y if bias is None else y + bias

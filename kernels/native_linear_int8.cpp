@@ -1,0 +1,209 @@
+// The matrix product of a linear layer in 8-bit integers, y = (X W^T) * scales + b. Meaning: int8_linear.py.
+//
+// As in native_linear.cpp, W is cut into panels of kPanel outputs, here group of channels by group (native_dot.h), and
+// a step of the inner loop adds one group of a panel, times one of each of kRows rows of X, to sums held in registers.
+// The sums run over all channels and are exact; each row has its own scale: a row's result is the same bits whoever
+// its neighbours are.
+
+#include <algorithm>
+#include <vector>
+
+#include "native_dot.h"
+
+namespace ifb {
+namespace {
+
+constexpr int kVecs = 3, kPanel = kVecs * kLanes;  // outputs in a panel
+constexpr int kRows = kAccumulators / kVecs;       // rows of X taken together
+constexpr int kBlock = 64, kBlockVecs = kBlock / kLanes;  // channels that are rotated together
+constexpr float kBlockScale = 0.125f;              // kBlock^-1/2
+constexpr int kTasksPerThread = 4;
+constexpr int64_t kWorthThreads = 32768;           // values to quantize; fewer, and other threads wake in vain
+
+struct Int8Weights {
+  const PackedCode* packed;  // [panels, groups, kPanel, kGroup]
+  const float* scales;       // [out]
+  const float* bias;         // [out], or null
+  int64_t out, in;
+};
+
+// What the product reads of X: codes [rows, groups, kGroup], and for each row its scale and what its sums start from.
+struct Rows {
+  Activation* codes;
+  float* scales;
+  int32_t* starts;
+};
+
+// The Walsh-Hadamard transform of kBlock channels in place, times kBlock^-1/2: orthogonal, and its own inverse.
+void rotate(Vec* block) {
+  VecInt lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+#pragma GCC unroll 8
+  for (int step = 1; step < kLanes; step *= 2) {
+    const Vec sign = (lane & step) != 0 ? splat(-1.0f) : splat(1.0f);
+#pragma GCC unroll 16
+    for (int v = 0; v < kBlockVecs; ++v) block[v] = multiply_add(block[v], sign, __builtin_shuffle(block[v], lane ^ step));
+  }
+#pragma GCC unroll 8
+  for (int step = 1; step < kBlockVecs; step *= 2)
+#pragma GCC unroll 16
+    for (int v = 0; v < kBlockVecs; ++v)
+      if (!(v & step)) {
+        const Vec a = block[v], b = block[v + step];
+        block[v] = a + b;
+        block[v + step] = a - b;
+      }
+#pragma GCC unroll 16
+  for (int v = 0; v < kBlockVecs; ++v) block[v] *= kBlockScale;
+}
+
+// Row `row` of X, rotated, as codes times a scale, rounded to nearest; `rotated` is room for it. The scale of a row
+// that holds what is no number is none either.
+void quantize_row(const float* x, int64_t in, int64_t blocks, float* rotated, const Rows& rows, int64_t row) {
+  Vec largest = {}, poison = {};
+  for (int64_t b = 0; b < blocks; ++b) {
+    Vec block[kBlockVecs];
+    for (int v = 0; v < kBlockVecs; ++v) {
+      const int64_t channel = b * kBlock + v * kLanes, left = in - channel;
+      block[v] = left >= kLanes ? load(x + channel) : left > 0 ? load_some(x + channel, int(left)) : Vec{};
+    }
+    rotate(block);
+    for (int v = 0; v < kBlockVecs; ++v) {
+      largest = maximum(largest, as_float(as_bits(block[v]) & 0x7fffffffu));
+      poison += block[v] * 0.0f;
+      store(rotated + b * kBlock + v * kLanes, block[v]);
+    }
+  }
+  const float most = max_of(largest);
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
+  rows.scales[row] = most / 127.0f + sum_of(poison);
+
+  Activation* codes = rows.codes + row * blocks * kBlock;
+  VecInt total = {};
+  for (int64_t i = 0; i < blocks * kBlock; i += kLanes) {
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
+    const VecBits shifted = as_bits(multiply_add(load(rotated + i), splat(inverse), splat(0x1.8p23f)));
+    const VecInt code = (VecInt)(shifted - as_bits(splat(0x1.8p23f)));
+    total += code;
+    store_activations(codes + i, code);
+  }
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += total[i];
+  rows.starts[row] = -kShift * sum;
+}
+
+// y[i][0 .. width) for `Count` rows from `first`.
+template <int Count>
+void multiply(const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups, const float* scales,
+              const float* bias, float* y, int64_t y_stride, int width) {
+  const Activation* codes = rows.codes + first * groups * kGroup;
+  VecInt sums[Count][kVecs];
+#pragma GCC unroll 16
+  for (int i = 0; i < Count; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) sums[i][v] = VecInt{} + rows.starts[first + i];
+  for (int64_t g = 0; g < groups; ++g) {
+    VecInt weights[kVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) weights[v] = load_codes(panel + (g * kPanel + v * kLanes) * kGroup);
+#pragma GCC unroll 16
+    for (int i = 0; i < Count; ++i) {
+      int32_t activations;
+      std::memcpy(&activations, codes + (i * groups + g) * kGroup, sizeof activations);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v) sums[i][v] = add_dot(sums[i][v], weights[v], activations);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Count; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) {
+      const int count = width - v * kLanes;
+      const Vec product = __builtin_convertvector(sums[i][v], Vec) * rows.scales[first + i];
+      float* target = y + i * y_stride + v * kLanes;
+      if (count >= kLanes)
+        store(target, multiply_add(product, load(scales + v * kLanes), bias ? load(bias + v * kLanes) : Vec{}));
+      else if (count > 0)
+        store_some(target,
+                   multiply_add(product, load_some(scales + v * kLanes, count),
+                                bias ? load_some(bias + v * kLanes, count) : Vec{}),
+                   count);
+    }
+}
+
+// The same for at most `Most` rows.
+template <int Most>
+void multiply_some(int count, const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups,
+                   const float* scales, const float* bias, float* y, int64_t y_stride, int width) {
+  if (count == Most) return multiply<Most>(rows, first, panel, groups, scales, bias, y, y_stride, width);
+  if constexpr (Most > 1)
+    multiply_some<Most - 1>(count, rows, first, panel, groups, scales, bias, y, y_stride, width);
+}
+
+void linear(const Int8Weights& w, float* y, const float* x, int64_t x_stride, int64_t rows, int threads) {
+  const int64_t out = w.out, blocks_in = (w.in + kBlock - 1) / kBlock, groups = blocks_in * kBlock / kGroup;
+  // A thread that calls keeps its room from call to call: new memory costs more to touch than it is worth.
+  thread_local std::vector<Activation> codes;
+  thread_local std::vector<float> scales;
+  thread_local std::vector<int32_t> starts;
+  if (int64_t(codes.size()) < rows * blocks_in * kBlock) codes.resize(rows * blocks_in * kBlock);
+  if (int64_t(scales.size()) < rows) scales.resize(rows), starts.resize(rows);
+  const Rows quantized{codes.data(), scales.data(), starts.data()};
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * w.in >= kWorthThreads)
+  {
+    thread_local std::vector<float> rotated;
+    if (int64_t(rotated.size()) < blocks_in * kBlock) rotated.resize(blocks_in * kBlock);
+#pragma omp for
+    for (int64_t r = 0; r < rows; ++r) quantize_row(x + r * x_stride, w.in, blocks_in, rotated.data(), quantized, r);
+  }
+
+  // A task is one panel and a chunk of the rows: all of them, unless the panels are too few to keep the threads busy.
+  const int64_t panels = (out + kPanel - 1) / kPanel, panel_size = groups * kPanel * kGroup;
+  const int64_t chunks_wanted = (threads * kTasksPerThread + panels - 1) / panels;
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  const int64_t chunk = threads == 1 ? rows : (blocks + chunks_wanted - 1) / chunks_wanted * kRows;
+  const int64_t chunks = chunk ? (rows + chunk - 1) / chunk : 0;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int width = int(std::min<int64_t>(kPanel, out - p * kPanel));
+      const int64_t end = std::min(rows, (c + 1) * chunk);
+      const PackedCode* panel = w.packed + p * panel_size;
+      for (int64_t r = c * chunk; r < end; r += kRows)
+        multiply_some<kRows>(int(std::min<int64_t>(kRows, end - r)), quantized, r, panel, groups, w.scales + p * kPanel,
+                             w.bias ? w.bias + p * kPanel : nullptr, y + r * out + p * kPanel, out, width);
+    }
+}
+
+// `in` is whole blocks.
+void pack(PackedCode* packed, const int8_t* codes, int64_t out, int64_t in, int threads) {
+  const int64_t panels = (out + kPanel - 1) / kPanel, groups = in / kGroup;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t j = 0; j < kPanel; ++j)
+        for (int64_t k = 0; k < kGroup; ++k) {
+          const int64_t output = p * kPanel + j;
+          const int code = output < out ? codes[output * in + g * kGroup + k] : 0;
+          packed[((p * groups + g) * kPanel + j) * kGroup + k] = PackedCode(code + kShift);
+        }
+}
+
+}  // namespace
+}  // namespace ifb
+
+extern "C" {
+
+// Outputs in a panel, for whoever allocates `packed`.
+void ifb_linear_int8_panel(int* outputs) { *outputs = ifb::kPanel; }
+
+void ifb_linear_int8_pack(void* packed, const int8_t* codes, int64_t out, int64_t in, int threads) {
+  ifb::pack(static_cast<ifb::PackedCode*>(packed), codes, out, in, threads);
+}
+
+// y [rows, out] in float32 for x [rows, in], rows of x `x_stride` values apart. `weights`: Int8Weights of int8_linear.py.
+void ifb_linear_int8(const void* weights, float* y, const float* x, int64_t x_stride, int64_t rows, int threads) {
+  ifb::linear(*static_cast<const ifb::Int8Weights*>(weights), y, x, x_stride, rows, threads);
+}
+
+}  // extern "C"
