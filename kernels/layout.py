@@ -26,7 +26,9 @@ class RaggedLayout:
     context_lens   int32 [R]         tokens of row r in the pool after this step's keys are written; the row's queries
                                      are its last `query_starts[r + 1] - query_starts[r]` positions
     block_tables   int32 [R, B]      physical page of each logical page; entries past ceil(context_len / block_size) are
-                                     never read. Rows may be strided, the last axis is contiguous
+                                     never read. With a sliding window, those of pages that none of the row's queries
+                                     sees are some page's, and what is in it is never used. Rows may be strided, the
+                                     last axis is contiguous
     slot_mapping   int64 [T]         where each token's key and value go: page * block_size + offset in the page
     max_query_len, max_context_len   the largest of each over the rows
     """

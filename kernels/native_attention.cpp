@@ -113,15 +113,18 @@ struct SpanView {
   DataType type;
 };
 
+// Pages of which nothing is visible are not read: they may have been given back, and hold anything.
 template <typename T>
-void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_key, int num_keys, float* keys,
-                float* values) {
+void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_key, int num_keys, int first_visible,
+                float* keys, float* values) {
   const int dim = p.head_dim, padded = p.padded_dim(), block = p.block_size;
   for (int j = 0; j < kTile;) {
-    // The run of this tile's keys that lie in one page; past the context's end, zeros.
+    // The run of this tile's keys that lie in one page; before the window and past the context's end, zeros.
     const int offset = (first_key + j) % block;
     const int run = std::min(kTile - j, block - offset);
-    const int count = std::clamp(num_keys - j, 0, run);
+    const bool hidden = first_key + j + run <= first_visible;
+    const int count = hidden ? 0 : std::clamp(num_keys - j, 0, run);
+    if (hidden) std::fill_n(values + int64_t(j) * padded, run * padded, 0.0f);
     if (count > 0) {
       const int64_t page = (int64_t(table[(first_key + j) / block]) * p.num_kv_heads + kv_head) * dim * block;
       const T* page_keys = static_cast<const T*>(p.keys) + page;
@@ -146,11 +149,18 @@ void widen_tile(const Problem& p, const int32_t* table, int kv_head, int first_k
   }
 }
 
-// The scales of keys `first` .. `end` - 1 in order. What follows them stays as it was, and is not used.
-void load_scales(const Problem& p, const int32_t* table, int kv_head, int first, int end, const Bfloat16* scales,
-                 float* target) {
+// The scales of keys `first` .. `end` - 1 in order, 0 for those of pages that nothing is visible of. What follows them
+// stays as it was, and is not used.
+void load_scales(const Problem& p, const int32_t* table, int kv_head, int first, int end, int first_visible,
+                 const Bfloat16* scales, float* target) {
   for (int key = first; key < end;) {
     const int offset = key % p.block_size, run = std::min(p.block_size - offset, end - key);
+    if (key + run <= first_visible) {
+      std::fill_n(target, run, 0.0f);
+      key += run;
+      target += run;
+      continue;
+    }
     const int64_t page = int64_t(table[key / p.block_size]) * p.num_kv_heads + kv_head;
     const Bfloat16* source = scales + page * p.block_size + offset;
     int i = 0;
@@ -165,6 +175,7 @@ void load_scales(const Problem& p, const int32_t* table, int kv_head, int first,
 void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace& work, SpanView& view) {
   const int32_t* table = p.block_tables + unit.row * p.table_stride;
   const bool in_place = p.reads_in_place(unit.num_tokens * p.group());
+  const int first_visible = p.first_visible(unit.first_position);
   const int64_t value_bytes = bytes_of(p.page_type);
   view.key_stride = in_place ? p.block_size : kTile;
   view.value_stride = p.padded_dim();
@@ -181,15 +192,15 @@ void view_span(const Problem& p, const Unit& unit, int first, int end, Workspace
       float* keys = work.keys.data() + tile * kTile * p.head_dim;
       float* values = work.values.data() + tile * kTile * p.padded_dim();
       with_page_type(p.page_type, [&](auto type) {
-        widen_tile<decltype(type)>(p, table, unit.kv_head, key, end - key, keys, values);
+        widen_tile<decltype(type)>(p, table, unit.kv_head, key, end - key, first_visible, keys, values);
       });
       view.keys[tile] = keys;
       view.values[tile] = values;
     }
   }
   if (p.key_scales) {
-    load_scales(p, table, unit.kv_head, first, end, p.key_scales, work.key_scales);
-    load_scales(p, table, unit.kv_head, first, end, p.value_scales, work.value_scales);
+    load_scales(p, table, unit.kv_head, first, end, first_visible, p.key_scales, work.key_scales);
+    load_scales(p, table, unit.kv_head, first, end, first_visible, p.value_scales, work.value_scales);
   }
   // What is read after the last keys are the first values.
   for (int i = 0; i < kLookahead; ++i) {

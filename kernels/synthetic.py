@@ -44,6 +44,14 @@ class SyntheticBatch:
         backend.write(self.keys, self.values, pages, self.history)
         return pages
 
+    def give_back(self, pages: LayerKV, sliding_window: int) -> None:
+        """Overwrite, as `fill` does, the pages that none of the step's queries sees: they are somebody else's now."""
+        first_queries = self.step.context_lens - self.step.query_starts.diff()
+        for table, position in zip(self.step.block_tables, first_queries.tolist(), strict=True):
+            hidden = table[: max(0, position - sliding_window + 1) // self.block_size].long()
+            for tensor in pages.tensors():
+                tensor.view(torch.uint8)[hidden] = 0xFF
+
     def attend(self, backend: AttentionBackend, pages: LayerKV, sliding_window: int | None = None) -> torch.Tensor:
         """Attention of the step's queries over `pages`."""
         return backend.attend(self.queries, pages, self.step, self.queries.shape[2] ** -0.5, sliding_window)

@@ -123,8 +123,8 @@ def paged_attention_kernel(
     weighted = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        # Keys past the end are never read: the rest of a page may hold anything.
-        present = key < end
+        # Other keys are never read: the rest of a page may hold anything, and a page before the window is another's.
+        present = (key >= first_key) & (key < end)
         page = tl.load(table + key // PAGE_TOKENS, mask=present, other=0).to(tl.int64)
         at = ((page * NUM_KV_HEADS + kv_head) * PAGE_TOKENS + key % PAGE_TOKENS) * HEAD_DIM
         k = tl.load(key_pages + at[None, :] + d[:, None], mask=present[None, :] & (d[:, None] < HEAD_DIM), other=0.0)

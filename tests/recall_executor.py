@@ -22,18 +22,27 @@ def next_token(context: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(context, np.int64).tobytes()) % VOCAB_SIZE
 
 
-def expected_answer(prompt: Sequence[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+def expected_answer(
+    prompt: Sequence[int], num_tokens: int, eos: Sequence[int] = (), window: int | None = None
+) -> list[int]:
     context = list(prompt)
     for _ in range(num_tokens):
-        context.append(next_token(context))
+        context.append(next_token(context if window is None else context[-window:]))
         if context[-1] in eos:
             break
     return context[len(prompt) :]
 
 
 class RecallExecutor(Executor):
+    """`sliding_window`: it reads no more than so many tokens back, as a decoder does whose layers all slide."""
+
     def __init__(
-        self, num_blocks: int, block_size: int = 16, max_model_len: int = 512, eos: Sequence[int] = ()
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        max_model_len: int = 512,
+        eos: Sequence[int] = (),
+        sliding_window: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -41,6 +50,7 @@ class RecallExecutor(Executor):
         self.vocab_size = VOCAB_SIZE
         self.max_num_batched_tokens = 256
         self.eos_token_ids = tuple(eos)
+        self.sliding_window = sliding_window
         self.memory = np.full(num_blocks * block_size, -1, np.int64)
         self.fail_next = False
 
@@ -61,6 +71,10 @@ class RecallExecutor(Executor):
         pages = self.memory.reshape(self.num_blocks, self.block_size)
         pages[target] = pages[source]
 
+    def forget(self, pages: np.ndarray) -> None:
+        """Overwrite what is in `pages`, as whoever is given them next may."""
+        self.memory.reshape(self.num_blocks, self.block_size)[pages] = -2
+
     def execute(self, batch: Batch) -> torch.Tensor:
         if self.fail_next:
             self.fail_next = False
@@ -77,7 +91,7 @@ class RecallExecutor(Executor):
             length = int(self.batch.positions[place]) + 1
             pages = self.batch.block_tables[row, : -(-length // self.block_size)]
             slots = (pages[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:length]
-            logits[i] = self.logits_after(self.memory[slots])
+            logits[i] = self.logits_after(self.memory[slots[-(self.sliding_window or length) :]])
         return logits
 
     def logits_after(self, context: np.ndarray) -> torch.Tensor:

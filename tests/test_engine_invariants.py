@@ -42,13 +42,18 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+def forget_free_pages(core: EngineCore) -> None:
+    core.executor.forget((core.pool.ref_counts == 0) & ~core.pool.in_cache)
+
+
+@settings(max_examples=400, deadline=None)
 @given(
     arrivals=arrivals,
     caching=st.booleans(),
     swap_pages=st.sampled_from([0, 3, 30]),
     modes=st.fixed_dictionaries({}, optional={name: st.sampled_from(CHOICES[name]) for name in MODES}),
     chunked=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 40)),
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(1, 48),
@@ -61,6 +66,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
     swap_pages: int,
     modes: dict[str, str],
     chunked: bool,
+    window: int | None,
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
@@ -69,7 +75,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
 ) -> None:
     randomness = random.Random(seed)
     eos = [randomness.randrange(VOCAB_SIZE)]
-    executor = RecallExecutor(num_blocks, BLOCK_SIZE, eos=eos)
+    executor = RecallExecutor(num_blocks, BLOCK_SIZE, eos=eos, sliding_window=window)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -116,6 +122,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         padding = list(core.scheduler.ended)
         result = core.step()
         core.check()
+        forget_free_pages(core)
         if result is not None:
             assert result.record.used_blocks <= num_blocks
             if chunked:
@@ -141,7 +148,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
     if fcfs and not caching:
         assert first_scheduled == sorted(first_scheduled, key=int), "first come, first served"
     for request_id, prompt in prompts.items():
-        expected = expected_answer(prompt, limits[request_id], eos)
+        expected = expected_answer(prompt, limits[request_id], eos, window)
         if ends[request_id] is FinishReason.ABORT:
             assert answers[request_id] == expected[: len(answers[request_id])]
         else:

@@ -224,7 +224,8 @@ def test_every_architecture_answers_as_generate_does_alone(
     tiny_executor: ModelExecutor, tiny_cases: list[Case], max_num_seqs: int, budget: int, num_blocks: int
 ) -> None:
     core = run_at_random(tiny_executor, tiny_cases, num_blocks, max_num_seqs, budget, seed=2)
-    assert (core.num_preemptions > 0) == (num_blocks < AMPLE)
+    small = num_blocks < AMPLE and tiny_executor.sliding_window is None  # a window's pages always find room here
+    assert (core.num_preemptions > 0) == small
 
 
 # Pairwise: any two choices of any two modes meet in one of these rows. The last is the share of wrong drafts.

@@ -45,6 +45,22 @@ def test_attention_sees_no_further_back_than_the_window(name: str, window: int) 
     assert_agrees(name, synthetic_batch(ROWS, num_heads=4, num_kv_heads=2, head_dim=32), window)
 
 
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("page_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("window", [1, 9, 40, 300])
+def test_pages_before_the_window_may_be_somebody_elses(
+    name: str, page_dtype: torch.dtype, block_size: int, window: int
+) -> None:
+    rows = [(1, 530), (37, 300), (1, 33), (5, 5)]
+    batch = synthetic_batch(rows, num_heads=6, num_kv_heads=2, head_dim=32, block_size=block_size)
+    backend = backend_named(name)
+    pages = batch.fill(backend, page_dtype)
+    expected = batch.attend(backend, pages, window)
+    batch.give_back(pages, window)
+    assert torch.equal(batch.attend(backend, pages, window), expected)
+
+
 @pytest.mark.parametrize("name", ["cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 20])

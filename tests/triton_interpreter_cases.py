@@ -59,6 +59,22 @@ def test_attention_sees_no_further_back_than_the_window(window: int, rows: list[
     assert_agrees(synthetic_batch(rows, num_heads=4, num_kv_heads=2, head_dim=32), window)
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("window", [1, 9, 40])
+def test_pages_before_the_window_may_be_somebody_elses(
+    monkeypatch: pytest.MonkeyPatch, window: int, block_size: int
+) -> None:
+    monkeypatch.setattr(triton_paged_attention, "SPLIT_TOKENS", 64)
+    batch = synthetic_batch(
+        [(1, 150), (37, 70), (1, 33)], num_heads=2, num_kv_heads=1, head_dim=32, block_size=block_size
+    )
+    for page_dtype in (torch.float32, torch.int8):
+        pages = batch.fill(TRITON, page_dtype)
+        expected = batch.attend(TRITON, pages, window)
+        batch.give_back(pages, window)
+        assert torch.equal(batch.attend(TRITON, pages, window), expected)
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_pages_of_any_size_serve(block_size: int) -> None:
     assert_agrees(synthetic_batch(ROWS, num_heads=2, num_kv_heads=1, head_dim=32, block_size=block_size))

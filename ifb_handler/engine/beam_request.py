@@ -44,7 +44,6 @@ class Beam(Request):
         self.times = owner.times
         self.num_computed = parent.num_computed
         self.state = RequestState.DECODE if self.num_pending == 1 else RequestState.PREFILL
-        self.cache_node, self.cache_depth = parent.cache_node, parent.cache_depth
 
     @property
     def owner(self) -> BeamRequest:
@@ -92,11 +91,14 @@ class BeamRequest(Request):
     def may_swap(self) -> bool:
         return self.state is RequestState.PREFILL
 
-    def num_pages(self, num_tokens: int, block_size: int) -> int:
-        """Every beam has pages of its own for all but the full ones of `tokens`."""
-        shared = len(self.tokens) // block_size
+    def num_pages(self, num_tokens: int, pool: KVPool, first_page: int = 0) -> int:
+        """Every beam has pages of its own for all but the full ones of `tokens`.
+
+        A sliding window does not count: after a preemption each beam has pages for all that it computes again.
+        """
+        shared = len(self.tokens) // pool.block_size
         num_tokens = max(num_tokens, self.num_prompt_tokens + self.search.length)
-        return shared + self.width * (super().num_pages(num_tokens, block_size) - shared)
+        return shared + self.width * (pool.pages_for(num_tokens) - shared) - first_page
 
     def next_tokens(self, budget: int) -> dict[Request, int]:
         """All beams step together: one that is behind, after a preemption, first computes all but its last token."""
@@ -122,6 +124,8 @@ class BeamRequest(Request):
 
     def extend(self, pool: KVPool, cache: PrefixCache | None, step: Schedule) -> bool:
         """Once after each step, fork: the last beam of each row takes its place, the others share its pages."""
+        if self.slot is not None and self.parents is None:
+            return super().extend(pool, cache, step)
         if self.parents is None:
             return True
         last = {parent: index for index, parent in enumerate(self.parents)}
@@ -129,7 +133,7 @@ class BeamRequest(Request):
         num_tokens = self.num_prompt_tokens + self.search.length
         wanted = pool.pages_for(num_tokens)
         missing = sum(wanted - parent.num_computed // pool.block_size for parent in forks)
-        missing += sum(max(0, wanted - len(pool.pages_of(parent.slot))) for parent in last)
+        missing += sum(max(0, wanted - int(pool.num_pages[parent.slot])) for parent in last)
         if missing > pool.num_available:
             return False
         beams: list[Beam] = []
@@ -137,6 +141,8 @@ class BeamRequest(Request):
             if last[parent] != index:
                 beam = Beam(self, self.tokens_of(index), parent)
                 beam.slot, copies = pool.fork(parent.slot, parent.num_computed)
+                if cache is not None:
+                    cache.fork(parent, beam)
                 step.copies += copies
                 step.forked.append(beam)
             elif isinstance(parent, Beam):

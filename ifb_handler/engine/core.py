@@ -65,7 +65,14 @@ class EngineCore:
         self.max_num_batched_tokens = budget
         self.executor = executor
         try:
-            self.pool = KVPool(executor.num_blocks, config.block_size, max_num_seqs, executor.max_model_len)
+            self.pool = KVPool(
+                executor.num_blocks,
+                config.block_size,
+                max_num_seqs,
+                executor.max_model_len,
+                executor.sliding_window,
+                max_chunk=budget if config.enable_chunked_prefill else None,
+            )
         except MemoryError as error:
             raise ConfigError(f"max_num_seqs: no memory for the block tables of {max_num_seqs} sequences") from error
         self.cache = PrefixCache(self.pool) if config.enable_prefix_caching else None
@@ -86,8 +93,8 @@ class EngineCore:
 
     @property
     def max_request_len(self) -> int:
-        """Most tokens of one request, prompt and answer: the model's length, or all of a pool smaller than that."""
-        return min(self.executor.max_model_len, self.pool.num_blocks * self.pool.block_size)
+        """Most tokens of one request, prompt and answer: the model's length, or what the pool has room for."""
+        return self.pool.max_sequence_len
 
     def max_beam_len(self, num_prompt_tokens: int, width: int) -> int:
         """As `max_request_len`, of each of the beams, which share only the full pages of their prompt."""

@@ -18,6 +18,7 @@ class Executor(ABC):
     vocab_size              width of the logits
     max_num_batched_tokens  the step's token budget that suits it, where the configuration names none
     eos_token_ids           token ids that end an answer
+    sliding_window          how many positions back any layer sees, itself included; None where one sees all
     weight_bytes            memory of the weights
     pool_bytes              memory of the pool's pages
     """
@@ -27,6 +28,7 @@ class Executor(ABC):
     vocab_size: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    sliding_window: int | None = None
     weight_bytes: int = 0
     pool_bytes: int = 0
 

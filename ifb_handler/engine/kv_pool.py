@@ -7,6 +7,10 @@ A page is in one of three states, and free + cached + used = total:
     used      owned by one or more slots (`ref_counts`)
     cached    owned by none, but the prefix cache still knows what is in it (`in_cache`): taken when no free one is left
     free      neither
+
+Where every layer attends to a sliding window only (Mistral), a sequence gives back the pages that none of its tokens to
+come can see: a token at position p sees positions p - window + 1 to p. However long it is, it then holds no more than
+a window and a step's chunk.
 """
 
 from __future__ import annotations
@@ -19,18 +23,36 @@ import numpy as np
 class KVPool:
     """`num_blocks` pages of `block_size` tokens for at most `max_num_seqs` sequences of at most `max_len` tokens.
 
-    tables       int32 [max_num_seqs, ceil(max_len / block_size)]: physical page by slot and logical page; only the
-                 first `num_pages[slot]` entries of a row mean anything
-    num_pages    int32 [max_num_seqs]: pages held by each slot
+    window       how many positions back a token sees, itself included; None: all of them
+    tables       int32 [max_num_seqs, ceil(max_len / block_size)]: physical page by slot and logical page; a slot holds
+                 entries `first_page[slot]` to `num_pages[slot]` - 1 of its row, the others are any page's
+    first_page   int32 [max_num_seqs]: how many pages of each slot's beginning its window has left behind
+    num_pages    int32 [max_num_seqs]: pages of each slot, those left behind included
     ref_counts   int32 [num_blocks]: slots that own each page
     in_cache     bool [num_blocks]: pages whose contents the prefix cache can give to another sequence
     reclaim      set by the prefix cache: gives up that many of its pages, all cached ones if need be (see `uncache`)
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_len: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_len: int,
+        window: int | None = None,
+        max_chunk: int | None = None,
+    ) -> None:
+        """`max_chunk`: most tokens of a sequence that a step computes; None: all of a prompt."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
+        self.max_sequence_len = min(max_len, num_blocks * block_size)
+        self._most_pages: int | None = None  # that a sequence of any length holds at a time
+        if window is not None and max_chunk is not None and self._pages_across(window) <= num_blocks:
+            self.max_sequence_len = max_len
+            self._most_pages = min(num_blocks, self._pages_across(window - 1 + max_chunk))
         self.tables = np.zeros((max_num_seqs, -(-max_len // block_size)), np.int32)
+        self.first_page = np.zeros(max_num_seqs, np.int32)
         self.num_pages = np.zeros(max_num_seqs, np.int32)
         self.ref_counts = np.zeros(num_blocks, np.int32)
         self.in_cache = np.zeros(num_blocks, bool)
@@ -58,18 +80,36 @@ class KVPool:
 
     def pages_of(self, slot: int) -> np.ndarray:
         """int32: the pages that the slot holds, a view."""
-        return self.tables[slot, : self.num_pages[slot]]
+        return self.tables[slot, self.first_page[slot] : self.num_pages[slot]]
+
+    def _pages_across(self, num_tokens: int) -> int:
+        """Pages that so many tokens in a row touch at most."""
+        return self.pages_for(num_tokens - 1) + 1
+
+    def most_pages(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` needs at the time when it needs most."""
+        pages = self.pages_for(num_tokens)
+        return pages if self._most_pages is None else min(pages, self._most_pages)
+
+    def pages_ahead(self, first_page: int, num_tokens: int) -> int:
+        """`num_pages` of a sequence of `num_tokens` that needs none before `first_page`, and holds all it can use."""
+        return min(self.pages_for(num_tokens), first_page + self.most_pages(num_tokens))
+
+    def first_visible_page(self, position: int) -> int:
+        """The first page that the token at `position`, or any after it, sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
     def open(self) -> int:
         """Take a slot with no pages. Never more than `max_num_seqs` are open."""
         return self._free_slots.pop()
 
-    def adopt(self, slot: int, pages: list[int]) -> None:
-        """Make `slot`, which has none, an owner of pages whose contents are computed: the beginning of its sequence."""
+    def adopt(self, slot: int, pages: list[int], first_page: int = 0) -> None:
+        """Make `slot`, which has none, an owner of computed pages: those of its sequence from `first_page` on."""
         self.num_cached -= int((self.ref_counts[pages] == 0).sum())
         self.ref_counts[pages] += 1
-        self.tables[slot, : len(pages)] = pages
-        self.num_pages[slot] = len(pages)
+        self.tables[slot, first_page : first_page + len(pages)] = pages
+        self.first_page[slot] = first_page
+        self.num_pages[slot] = first_page + len(pages)
 
     def extend(self, slot: int, num_tokens: int) -> bool:
         """Give `slot` the pages to hold `num_tokens` in all. False, and nothing changed, if too few are available."""
@@ -102,13 +142,22 @@ class KVPool:
         -> the slot, and what is to be copied for it, (from, to). Full pages are shared; one that is partly filled goes
         on differently in each, and there must be a page available for its copy.
         """
-        full = num_tokens // self.block_size
+        first, full = int(self.first_page[slot]), num_tokens // self.block_size
         fork = self.open()
-        self.adopt(fork, self.tables[slot, :full].tolist())
+        self.adopt(fork, self.tables[slot, first:full].tolist(), first)
         if not self.extend(fork, num_tokens):
             raise RuntimeError("KV pool: no page for a copy-on-write")
         last = slice(full, self.num_pages[fork])
         return fork, list(zip(self.tables[slot, last].tolist(), self.tables[fork, last].tolist(), strict=True))
+
+    def slide(self, slot: int, position: int) -> list[int]:
+        """Give back what the token at `position`, the slot's next, does not see -> the pages that were given back."""
+        first, visible = int(self.first_page[slot]), self.first_visible_page(position)
+        pages = self.tables[slot, first:visible].copy()
+        if pages.size:
+            self._disown(pages)
+            self.first_page[slot] = visible
+        return pages.tolist()
 
     def replace(self, slot: int, index: int, page: int) -> None:
         """Own `page`, which holds the same, in place of the slot's page number `index`."""
@@ -122,7 +171,7 @@ class KVPool:
         """Give the slot back, and every page that has no other owner. -> the pages that it held"""
         pages = self.pages_of(slot).copy()
         self._disown(pages)
-        self.num_pages[slot] = 0
+        self.first_page[slot] = self.num_pages[slot] = 0
         self._free_slots.append(slot)
         return pages
 
@@ -146,8 +195,8 @@ class KVPool:
     def check(self) -> None:
         """Prove that free + cached + used = total and each page has the owners its count says; else RuntimeError."""
         owners = np.zeros(self.num_blocks, np.int32)
-        for slot, count in enumerate(self.num_pages):
-            np.add.at(owners, self.tables[slot, :count], 1)
+        for slot, (first, end) in enumerate(zip(self.first_page, self.num_pages, strict=True)):
+            np.add.at(owners, self.tables[slot, first:end], 1)
         free = np.zeros(self.num_blocks, bool)
         free[self._free_pages] = True
         if len(self._free_pages) != int(free.sum()):

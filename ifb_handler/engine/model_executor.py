@@ -51,6 +51,7 @@ class ModelExecutor(Executor):
         shape = self.model.config
         self.vocab_size = shape.vocab_size
         self.eos_token_ids = self.model.eos_token_ids
+        self.sliding_window = shape.sliding_window
         self.weight_bytes = self.model.weight_bytes
         self.max_model_len = _max_model_len(config.max_model_len, shape.max_model_len)
         self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]

@@ -9,6 +9,10 @@ page whose contents are computed. A page that no sequence uses stays until the p
 then the leaf that was used least recently goes first. A sequence owns all pages of its path, so beneath an idle page
 there are idle ones only, and a page in use is never reclaimed.
 
+Where attention slides (`KVPool.window`) a page is of use without those before it, if only a window's width of them is
+there. Then any idle page may go, and a node whose page is gone stays as long as others hang on it. What a request
+leaves behind is idle, and can be found until it is reclaimed.
+
 While a request computes its prompt, the pages to come stand in the tree as *pending* nodes. Another request that needs
 them waits for them in the queue rather than compute the same.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,33 +30,43 @@ from ifb_handler.engine.request import Request
 
 
 class Node:
-    """page     where the edge's keys and values are; None while `pending`
+    """page     where the edge's keys and values are; None while `pending`, or when a sliding window's were reclaimed
     pending     the request that is computing them
     used        the cache's clock when its page was last given up by a sequence
-    writers     the running requests that are filling the page after this one
+    guests      how many running requests have this as the last node that they know
+    writers     those of them that are filling the page after this one
     """
 
-    __slots__ = ("children", "key", "page", "parent", "pending", "used", "writers")
+    __slots__ = ("children", "guests", "key", "page", "parent", "pending", "used", "writers")
 
-    def __init__(self, parent: Node | None, key: Hashable, pending: Request | None = None) -> None:
+    def __init__(self, parent: Node | None, key: Hashable) -> None:
         self.parent = parent
         self.key = key
         self.children: dict[Hashable, Node] = {}
         self.page: int | None = None
-        self.pending = pending
+        self.pending: Request | None = None
         self.used = 0
+        self.guests = 0
         self.writers: set[Request] = set()
+
+    def child(self, key: Hashable) -> Node:
+        """The node at the end of the edge `key`, made if there is none."""
+        if key not in self.children:
+            self.children[key] = Node(self, key)
+        return self.children[key]
 
 
 class Prefix(NamedTuple):
     """What the cache knows of a sequence's beginning.
 
-    nodes         full pages, from the root on
+    depth         full pages that need not be computed
+    pages         those of them, the last ones, that what follows can see; their contents are known
     tail          a page whose first `num_tail` tokens come next; to be copied, since it goes on differently
     tail_owner    whose page that is: a node, which may lose it, or a running request
     """
 
-    nodes: list[Node]
+    depth: int
+    pages: list[int]
     tail: int | None = None
     num_tail: int = 0
     tail_owner: Node | Request | None = None
@@ -64,11 +78,12 @@ class Prefix(NamedTuple):
         return self.tail is not None and not gone
 
     @property
-    def pages(self) -> list[int]:
-        return [node.page for node in self.nodes]
+    def first_page(self) -> int:
+        """How many pages at the beginning are not needed."""
+        return self.depth - len(self.pages)
 
 
-NOTHING = Prefix([])
+NOTHING = Prefix(0, [])
 # Of the pages that follow another, as many are compared with what is wanted: a comparison costs microseconds.
 _MOST_COMPARED = 16
 
@@ -79,6 +94,7 @@ class PrefixCache:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._block_size = pool.block_size
+        self._slides = pool.window is not None
         self._roots: dict[Hashable, Node] = {}  # by Request.cache_namespace: nothing is shared between them
         self._nodes: list[Node | None] = [None] * pool.num_blocks  # by page
         self._idle: list[tuple[int, int, Node]] = []  # a heap of leaves, with some that have changed since
@@ -94,18 +110,26 @@ class PrefixCache:
         """
         if request.needs_prompt_logits:
             return NOTHING
-        node = self._roots.get(request.cache_namespace)
-        found: list[Node] = []
-        parent = node
+        node = parent = self._roots.get(request.cache_namespace)
+        found: list[int | None] = []
+        depth = present_from = 0
         for key in self._keys(request, 0, (len(request.tokens) - 1) // self._block_size):
             node = node.children.get(key) if node is not None else None
             if node is None:
                 break
-            if node.page is None:
+            if node.pending is not None:
                 return None
-            found.append(node)
-            parent = node
-        return Prefix(found, *self._longest_beginning(request, parent, len(found) * self._block_size))
+            found.append(node.page)
+            if node.page is None:
+                present_from = len(found)
+            if present_from <= self._first_visible(len(found)):
+                depth, parent = len(found), node
+        pages = found[self._first_visible(depth) : depth]
+        return Prefix(depth, pages, *self._longest_beginning(request, parent, depth * self._block_size))
+
+    def _first_visible(self, depth: int) -> int:
+        """The first page that what follows `depth` pages can see."""
+        return self._pool.first_visible_page(depth * self._block_size)
 
     def _longest_beginning(
         self, request: Request, parent: Node | None, start: int
@@ -133,13 +157,19 @@ class PrefixCache:
             self.queries += len(request.tokens)
             self.hits += num_cached
             request.num_cached_tokens = num_cached
-        found = known.nodes
-        node = found[-1] if found else self._roots.setdefault(request.cache_namespace, Node(None, None))
-        request.cache_node, request.cache_depth = node, len(found)
-        for key in self._keys(request, len(found), len(request.tokens) // self._block_size):
-            if key in node.children:
+        node = self._roots.setdefault(request.cache_namespace, Node(None, request.cache_namespace))
+        for key in self._keys(request, 0, known.depth):
+            node = node.child(key)
+        node.guests += 1
+        request.cache_node, request.cache_depth = node, known.depth
+        for key in self._keys(request, known.depth, len(request.tokens) // self._block_size):
+            child = node.children.get(key)
+            # Under a page that the request does not own none can hang, but where a window slides.
+            if child is not None and (child.pending is not None or not self._slides):
                 break
-            node.children[key] = node = Node(node, key, pending=request)
+            node = node.child(key)
+            if node.page is None:
+                node.pending = request
 
     def computed(self, request: Request) -> None:
         """Remember the pages that the request has filled since the last call; cheap when there is none."""
@@ -150,9 +180,7 @@ class PrefixCache:
         pages = self._pool.tables[request.slot, request.cache_depth : full].tolist()
         node = request.cache_node
         for index, key in enumerate(self._keys(request, request.cache_depth, full)):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = Node(node, key)
+            child = node.child(key)
             if child.page is None:
                 child.page, child.pending = pages[index], None
                 self._nodes[child.page] = child
@@ -160,29 +188,38 @@ class PrefixCache:
             else:  # another has computed the same meanwhile: one page is enough
                 self._pool.replace(request.slot, request.cache_depth + index, child.page)
             node = child
-        request.cache_node.writers.discard(request)
+        self._leave(request)
+        node.guests += 1
         node.writers.add(request)
         request.cache_node, request.cache_depth = node, full
 
-    def stop(self, request: Request, pages: list[int]) -> None:
-        """The request no longer runs and has given up `pages`: what it has not computed, it will not."""
-        self._clock += 1
-        for page in pages:
+    def given_up(self, pages: Sequence[int]) -> None:
+        """A request has given up `pages`, which follow one another in its sequence; the last of them goes first."""
+        for page in reversed(pages):
             node = self._nodes[page]
             if node is not None:
+                self._clock += 1
                 node.used = self._clock
                 self._offer(node)
-        request.cache_node.writers.discard(request)
-        pending = request.cache_node
+
+    def stop(self, request: Request, pages: list[int]) -> None:
+        """The request no longer runs and has given up `pages`: what it has not computed, it will not."""
+        self.given_up(pages)
+        node = request.cache_node
         for key in self._keys(request, request.cache_depth, len(request.tokens) // self._block_size):
-            child = pending.children.get(key)
-            if child is None or child.pending is not request:
+            child = node.children.get(key)
+            if child is None or child.pending not in (request, None):
                 break
-            if pending is request.cache_node:
-                del pending.children[key]
-                self._offer(pending)
-            pending = child
+            node = child
+            node.pending = None
+        self._leave(request)
+        self._tidy(node)
         request.cache_node, request.cache_depth = None, 0
+
+    def fork(self, request: Request, row: Request) -> None:
+        """`row` goes on from what the request has computed, beside it."""
+        row.cache_node, row.cache_depth = request.cache_node, request.cache_depth
+        row.cache_node.guests += 1
 
     def hand_over(self, request: Request, row: Request) -> None:
         """`row` goes on with the request's pages, all of which are computed."""
@@ -190,13 +227,28 @@ class PrefixCache:
         request.cache_node.writers.discard(request)
         request.cache_node, request.cache_depth = None, 0
 
+    @staticmethod
+    def _leave(request: Request) -> None:
+        request.cache_node.guests -= 1
+        request.cache_node.writers.discard(request)
+
+    def _tidy(self, node: Node) -> None:
+        """Take out the nodes, from `node` up, that say nothing any more and lead nowhere; what is a leaf now may go."""
+        while node.page is None and node.pending is None and not node.children and not node.guests:
+            if node.parent is None:
+                self._roots.pop(node.key, None)
+                return
+            del node.parent.children[node.key]
+            node = node.parent
+        self._offer(node)
+
     def _keys(self, request: Request, first: int, last: int) -> Iterator[bytes]:
         size = self._block_size
         return (request.tokens[i * size : (i + 1) * size].tobytes() for i in range(first, last))
 
     def _offer(self, node: Node) -> None:
-        """If nothing keeps the node, put it where `_reclaim` looks."""
-        if node.page is not None and not node.children and not self._pool.ref_counts[node.page]:
+        """If nothing keeps the node's page, put it where `_reclaim` looks."""
+        if node.page is not None and self._may_go(node, node.page):
             heapq.heappush(self._idle, (node.used, node.page, node))
             if len(self._idle) > 4 * self._pool.num_blocks:
                 self._idle = [entry for entry in set(self._idle) if self._is_idle(*entry)]
@@ -204,19 +256,20 @@ class PrefixCache:
 
     def _is_idle(self, used: int, page: int, node: Node) -> bool:
         """Whether an entry of the heap is still true: the node may have been used, extended or reclaimed since."""
-        known = self._nodes[page] is node and node.used == used
-        return known and not node.children and not self._pool.ref_counts[page]
+        return self._nodes[page] is node and node.used == used and self._may_go(node, page)
+
+    def _may_go(self, node: Node, page: int) -> bool:
+        return (self._slides or not node.children) and not self._pool.ref_counts[page]
 
     def _reclaim(self, count: int) -> None:
-        """Free `count` pages, the least recently used leaves first. The pool asks for no more than are cached."""
+        """Free `count` pages, the least recently used first. The pool asks for no more than are cached."""
         while count:
             used, page, node = heapq.heappop(self._idle)
             if not self._is_idle(used, page, node):
                 continue  # when it is idle again it is put here again
-            del node.parent.children[node.key]
             self._nodes[page] = node.page = None
             self._pool.uncache(page)
-            self._offer(node.parent)
+            self._tidy(node)
             count -= 1
 
     def check(self) -> None:
@@ -230,22 +283,23 @@ class PrefixCache:
                 todo.append(child)
                 if child.parent is not node or child.key != key:
                     raise RuntimeError("prefix cache: a node is not where its parent says")
-                if (child.page is None) == (child.pending is None):
-                    raise RuntimeError("prefix cache: a node is neither computed nor pending, or both")
+                if any(writer.cache_node is not child or writer.slot is None for writer in child.writers):
+                    raise RuntimeError("prefix cache: a page is filled by a request that does not run there")
+                if child.pending is not None and (child.page is not None or child.pending.slot is None):
+                    raise RuntimeError("prefix cache: a page is waited for that is there, or that nobody computes")
                 if child.page is None:
-                    if any(grandchild.page is not None for grandchild in child.children.values()):
+                    if child.pending is None and not (self._slides and (child.children or child.guests)):
+                        raise RuntimeError("prefix cache: a node says nothing and leads nowhere")
+                    if not self._slides and any(below.page is not None for below in child.children.values()):
                         raise RuntimeError("prefix cache: a page is computed beneath one that is not")
-                    if child.pending.slot is None:
-                        raise RuntimeError("prefix cache: a page is waited for that nobody computes")
                     continue
                 seen += 1
                 if self._nodes[child.page] is not child or not self._pool.in_cache[child.page]:
                     raise RuntimeError("prefix cache: the pool does not know a page as cached")
-                if not child.children and not self._pool.ref_counts[child.page] and id(child) not in idle:
-                    raise RuntimeError("prefix cache: an idle leaf cannot be reclaimed")
-                if any(writer.cache_node is not child or writer.slot is None for writer in child.writers):
-                    raise RuntimeError("prefix cache: a page is filled by a request that does not run there")
-                if node.page is not None and self._pool.ref_counts[child.page] > self._pool.ref_counts[node.page]:
+                if self._may_go(child, child.page) and id(child) not in idle:
+                    raise RuntimeError("prefix cache: an idle page cannot be reclaimed")
+                owners = self._pool.ref_counts[child.page]
+                if not self._slides and node.page is not None and owners > self._pool.ref_counts[node.page]:
                     raise RuntimeError("prefix cache: a page is in use whose forerunner is not")
         if seen != int(self._pool.in_cache.sum()):
             raise RuntimeError("prefix cache: the pool holds pages that no path reaches")

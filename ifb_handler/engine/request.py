@@ -151,9 +151,9 @@ class Request:
         """Tokens of its next step while decoding, all of them in one step."""
         return 1
 
-    def num_pages(self, num_tokens: int, block_size: int) -> int:
-        """Most pages that it needs when it has `num_tokens` tokens."""
-        return -(-num_tokens // block_size)
+    def num_pages(self, num_tokens: int, pool: KVPool, first_page: int = 0) -> int:
+        """Most pages that it needs at a time to come to `num_tokens` tokens, if none before `first_page`."""
+        return pool.most_pages(num_tokens - first_page * pool.block_size)
 
     def next_tokens(self, budget: int) -> dict[Request, int]:
         """While decoding: how many tokens of which rows come next. `budget` is at least `num_next`."""

@@ -77,10 +77,30 @@ class Scheduler:
         """Fill one step. It is empty only if nothing waits and nothing runs."""
         step = Schedule(self.max_num_batched_tokens)
         self.swap.next_step()
+        if self.pool.window is not None:
+            self._slide()
         self.policies.prefill_priority.fill(self, step)
         self._top_up(step)
         step.num_tokens |= dict.fromkeys(self.ended, 1)
         return step
+
+    def _slide(self) -> None:
+        """What has fallen out of a request's window goes, and as many pages ahead of it come."""
+        for request in self.running:
+            for row in request.rows:
+                pages = self.pool.slide(row.slot, row.num_computed)
+                if pages and self.cache is not None:
+                    self.cache.given_up(pages)
+            if request.slot is not None:
+                # Of pages that others share, giving up makes none available.
+                ahead = self.pool.pages_ahead(int(self.pool.first_page[request.slot]), self._num_reserved(request))
+                ahead = min(ahead, int(self.pool.num_pages[request.slot]) + self.pool.num_available)
+                self.pool.extend(request.slot, ahead * self.pool.block_size)
+
+    def _num_reserved(self, request: Request) -> int:
+        """Tokens that a request is to have pages for beforehand, as far as it can use them already."""
+        spared = request.num_preemptions >= _MOST_PREEMPTIONS
+        return request.max_len if spared else self.policies.kv_reservation.num_tokens(request)
 
     def decode(self, step: Schedule) -> None:
         """A token for every running answer, as far as the budget goes."""
@@ -103,14 +123,16 @@ class Scheduler:
         kept = step.budget // 2 if self.policies.enable_chunked_prefill and self._may_admit() else 0
         step.budget -= kept
         for request in [r for r in self.running if r.state is RequestState.PREFILL]:
-            self._take_chunk(request, step)
+            if request.state is RequestState.PREFILL:
+                self._take_chunk(request, step)
         step.budget += kept
 
     def _top_up(self, step: Schedule) -> None:
         if self.policies.enable_chunked_prefill:
             for request in self.running:
                 if step.budget and request.state is RequestState.PREFILL:
-                    more = min(request.num_pending - step.num_tokens.get(request, 0), step.budget)
+                    places = min(request.num_pending, self._num_places(request))
+                    more = min(places - step.num_tokens.get(request, 0), step.budget)
                     if more:
                         step.num_tokens[request] = step.num_tokens.get(request, 0) + more
                         step.budget -= more
@@ -136,9 +158,11 @@ class Scheduler:
             if free < request.width:
                 break
             known = NOTHING if self.cache is None or request.swapped else self.cache.match(request)
+            if request.swapped:
+                known = Prefix(self.pool.first_visible_page(request.num_swapped), [])
             if known is None:
                 continue
-            num_pending = len(request.tokens) - len(known.nodes) * self.pool.block_size
+            num_pending = len(request.tokens) - known.depth * self.pool.block_size
             # All of a static batch comes in at once, whatever the budget.
             if not (self._chunk(num_pending, step) or self.policies.batching.keeps_ended):
                 break
@@ -150,9 +174,14 @@ class Scheduler:
 
     def _take_chunk(self, request: Request, step: Schedule) -> None:
         chunk = self._chunk(request.num_pending, step)
-        if chunk:
+        if chunk and (self._num_places(request) or self._make_room(request, step)):
+            chunk = min(chunk, self._num_places(request))
             step.num_tokens[request] = chunk
             step.budget = max(0, step.budget - chunk)
+
+    def _num_places(self, request: Request) -> int:
+        """Tokens that there are pages for beyond those computed: the rest of the prompt, or of a window's width."""
+        return int(self.pool.num_pages[request.slot]) * self.pool.block_size - request.num_computed
 
     def _chunk(self, num_pending: int, step: Schedule) -> int:
         """How many of a prompt's `num_pending` tokens the step has room for."""
@@ -185,18 +214,23 @@ class Scheduler:
         """Its pages go, to host memory or to be computed again; its tokens stay, and it waits to come back."""
         step.budget += sum(step.num_tokens.pop(row, 0) for row in victim.rows)
         step.preempted.append(victim)
-        computed = self.pool.pages_for(victim.num_computed)
         arrived_now = victim in step.admitted  # its pages are not filled before the step is executed
         if arrived_now:
             step.admitted.remove(victim)
-        elif victim.may_swap and self.swap.worth_it(victim.num_computed, computed):
-            victim.swapped = self.swap.take(computed)
-            victim.num_swapped = victim.num_computed
-            step.swap_out += zip(self.pool.tables[victim.slot, :computed].tolist(), victim.swapped, strict=True)
+        elif victim.may_swap:
+            self._swap_out(victim, step)
         self._forget_copies(victim, step)
         self._release(victim)
         victim.lose_pages()
         bisect.insort(self.waiting, victim, key=lambda r: r.arrival)
+
+    def _swap_out(self, victim: Request, step: Schedule) -> None:
+        """If that costs less than to compute them again, its computed pages are to be kept in host memory."""
+        first, end = int(self.pool.first_page[victim.slot]), self.pool.pages_for(victim.num_computed)
+        if self.swap.worth_it(victim.num_computed, end - first):
+            victim.swapped = self.swap.take(end - first)
+            victim.num_swapped = victim.num_computed
+            step.swap_out += zip(self.pool.tables[victim.slot, first:end].tolist(), victim.swapped, strict=True)
 
     def _forget_copies(self, victim: Request, step: Schedule) -> None:
         """The pages that were to be filled for it may be another's by the end of this step."""
@@ -206,11 +240,13 @@ class Scheduler:
             step.copies = [(source, target) for source, target in step.copies if target not in pages]
 
     def _admit(self, request: Request, known: Prefix, step: Schedule) -> bool:
-        """Start a request if pages for all its tokens are available: a prefill never runs out of pages midway."""
-        num_tokens = self.policies.kv_reservation.num_tokens(request)
-        if request.num_preemptions >= _MOST_PREEMPTIONS:
-            num_tokens = request.max_len
-        missing = request.num_pages(max(num_tokens, len(request.tokens) + 1), self.pool.block_size) - len(known.nodes)
+        """Start a request if pages for all its tokens are available: a prefill does not run out of pages midway.
+
+        Where a window slides, for all that it can use at a time: what it leaves behind pays for what is ahead.
+        """
+        num_tokens = self._num_reserved(request)
+        missing = request.num_pages(max(num_tokens, len(request.tokens) + 1), self.pool, known.first_page)
+        missing -= len(known.pages)
         available = self.pool.num_available_beside(known.pages)
         fits = self.policies.capacity.fits(request, missing, available, self.running, self.pool)
         if self.running and not (fits and missing <= available):
@@ -219,14 +255,14 @@ class Scheduler:
         for other in self.waiting:
             other.num_passed_over += other.arrival < request.arrival
         request.slot = self.pool.open()
-        self.pool.adopt(request.slot, known.pages)
-        self.pool.extend(request.slot, num_tokens)
-        request.num_computed = len(known.nodes) * self.pool.block_size
+        self.pool.adopt(request.slot, known.pages, known.first_page)
+        self.pool.extend(request.slot, self.pool.pages_ahead(known.first_page, num_tokens) * self.pool.block_size)
+        request.num_computed = known.depth * self.pool.block_size
         if known.has_tail:  # it may just have been reclaimed
-            step.copies.append((known.tail, int(self.pool.tables[request.slot, len(known.nodes)])))
+            step.copies.append((known.tail, int(self.pool.tables[request.slot, known.depth])))
             request.num_computed += known.num_tail
         if request.swapped:
-            pages = self.pool.tables[request.slot, : len(request.swapped)].tolist()
+            pages = self.pool.tables[request.slot, known.depth : known.depth + len(request.swapped)].tolist()
             step.swap_in += zip(request.swapped, pages, strict=True)
             request.num_computed = request.num_swapped
             self._leave_swap_space(request)
@@ -263,7 +299,7 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
             self._leave_swap_space(request)
-        elif self.policies.batching.keeps_ended and request.state is RequestState.DECODE:
+        elif self._may_pad(request):
             # As padding it computes its last token but one again and again, which changes nothing.
             request.num_computed = len(request.tokens) - 2
             self.running.remove(request)
@@ -272,6 +308,12 @@ class Scheduler:
         else:
             self._release(request)
         request.move(RequestState.FINISHED)
+
+    def _may_pad(self, request: Request) -> bool:
+        """Whether a request that has ended stays in its batch. One that is cancelled may have left too much behind."""
+        if not self.policies.batching.keeps_ended or request.state is not RequestState.DECODE or request.slot is None:
+            return False
+        return self.pool.first_page[request.slot] <= self.pool.first_visible_page(len(request.tokens) - 2)
 
     def check(self) -> None:
         """The pool's and the cache's books, and that they agree with the requests'; else RuntimeError."""
@@ -283,13 +325,16 @@ class Scheduler:
             raise RuntimeError(f"scheduler: the queue is not in order of arrival: {arrivals}")
         rows = [row for request in self.running for row in request.rows]
         for row in rows:
-            if row.slot is None or row.num_computed > self.pool.num_pages[row.slot] * self.pool.block_size:
+            if row.slot is None or self._num_places(row) < 0:
                 raise RuntimeError(f"scheduler: {row!r} runs without the pages it needs")
         if self._num_free_rows < 0 or any(len(request.rows) > request.width for request in self.running):
             raise RuntimeError("scheduler: more rows run than may")
         if any(r.slot is not None or r.num_computed for r in self.waiting):
             raise RuntimeError("scheduler: a waiting request holds a slot")
         self.swap.check([page for r in self.waiting for page in r.swapped])
+        for row in (*rows, *self.ended):
+            if self.pool.first_page[row.slot] > self.pool.first_visible_page(row.num_computed):
+                raise RuntimeError(f"scheduler: {row!r} has given back pages that it still sees")
         held = sum(int(self.pool.num_pages[r.slot]) for r in (*rows, *self.ended))
         if held != int(self.pool.num_pages.sum()):
             raise RuntimeError("scheduler: pages are held by no running request")

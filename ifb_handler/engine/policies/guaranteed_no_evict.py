@@ -14,5 +14,5 @@ from ifb_handler.engine.request import Request
 
 class GuaranteedNoEvict(Capacity):
     def fits(self, request: Request, missing: int, available: int, running: Sequence[Request], pool: KVPool) -> bool:
-        needed = sum(r.num_pages(r.max_len, pool.block_size) for r in (*running, request))
+        needed = sum(r.num_pages(r.max_len, pool) for r in (*running, request))
         return needed <= pool.num_blocks

@@ -25,4 +25,4 @@ class LongestPrefixMatch(Ordering):
 
 def _num_known(cache: PrefixCache, request: Request) -> int:
     known = cache.match(request)
-    return -1 if known is None else len(known.nodes)
+    return -1 if known is None else known.depth
