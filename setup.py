@@ -12,6 +12,7 @@ setup(
         "ifb_handler",
         "ifb_handler.api",
         "ifb_handler.cli",
+        "ifb_handler.cli.peers",
         "ifb_handler.config",
         "ifb_handler.engine",
         "ifb_handler.engine.policies",

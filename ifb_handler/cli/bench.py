@@ -14,11 +14,12 @@ class _Benchmarks(TyperGroup):
     def _group(self) -> Any:
         from ifb_handler.cli.bench_capacity import capacity
         from ifb_handler.cli.bench_compare import compare
+        from ifb_handler.cli.bench_peers import peers
         from ifb_handler.cli.bench_scheduler import scheduler
         from ifb_handler.cli.bench_throughput import throughput
 
         commands = typer.Typer()
-        for command in (throughput, compare, capacity, scheduler):
+        for command in (throughput, compare, capacity, scheduler, peers):
             commands.command()(command)
         return typer.main.get_group(commands)
 
