@@ -102,10 +102,11 @@ class ModelExecutor(Executor):
 
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        source, target = self._put(np.array(pairs, np.int64).T)
+        source, target = self._put(np.ascontiguousarray(np.array(pairs, np.int64).T))
         for layer in self.pages:
             for tensor in layer.tensors():
-                tensor[target] = tensor[source]
+                values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # float8 is not always supported
+                values.index_copy_(0, target, values.index_select(0, source))
 
     def allocate_swap_space(self, num_bytes: int) -> int:
         num_pages = num_bytes // self._page_bytes
