@@ -72,6 +72,28 @@ def test_the_prompts_pages_are_computed_once_for_all_answers() -> None:
         assert prefilled <= len(PROMPT) + 3 * 2
 
 
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_blocks": 30}], ids=str)
+def test_the_prompts_log_probabilities_are_computed_once_for_all_answers(
+    five: list[list[int]], options: dict[str, Any]
+) -> None:
+    with spread(**options) as engine:
+        (alone,) = engine.generate([PROMPT], several(1, prompt_logprobs=2))
+        before = engine.stats().num_steps
+        outputs = engine.generate([PROMPT], several(5, prompt_logprobs=2))
+        assert ids(outputs) == five
+        assert all(output.prompt_logprobs == alone.prompt_logprobs for output in outputs)
+        if engine.stats().num_preemptions == 0:
+            assert sum(n for record in engine.steps(before - 1) for _, n in record.prefill) <= len(PROMPT) + 4 * 2
+        engine.check()
+
+
+def test_without_a_prefix_cache_each_answer_computes_its_prompts_log_probabilities(five: list[list[int]]) -> None:
+    with spread(enable_prefix_caching=False) as engine:
+        outputs = engine.generate([PROMPT], several(5, prompt_logprobs=2))
+        assert ids(outputs) == five
+        assert all(output.prompt_logprobs == outputs[0].prompt_logprobs for output in outputs)
+
+
 def test_streamed_answers_do_not_overwrite_each_other(five: list[list[int]]) -> None:
     answers: dict[int, list[int]] = defaultdict(list)
     ended = []

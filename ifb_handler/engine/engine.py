@@ -143,16 +143,21 @@ class Engine:
             ids = self._sequence_ids(request.request_id, params.num_sequences)
             answers = Answers(request.request_id, request.params, ids, mailbox)
             self._answers[request.request_id] = answers
+            sequences: list[Request] = []
             for index, sequence_id in enumerate(ids):
-                sequence = dataclasses.replace(request, request_id=sequence_id, params=params)
+                asked = dataclasses.replace(request, request_id=sequence_id, params=params)
+                arrival = self._num_arrived + index
                 if params.use_beam_search:
-                    self._submitted.append(BeamRequest(sequence, self._num_arrived, texts, self.eos_token_ids))
+                    sequences.append(BeamRequest(asked, arrival, texts, self.eos_token_ids))
                 else:
                     matcher = None if grammar is None else grammar.matcher()
-                    own_seed = sequence_seed(seed, index)
-                    self._submitted.append(Request(sequence, self._num_arrived, own_seed, texts[index], matcher))
+                    sequences.append(Request(asked, arrival, sequence_seed(seed, index), texts[index], matcher))
                 self._sequences[sequence_id] = answers
-                self._num_arrived += 1
+            if self.config.enable_prefix_caching and self.config.batching != "static":
+                for other in sequences[1:]:
+                    other.share_prompt_logprobs(sequences[0])
+            self._submitted += sequences
+            self._num_arrived += len(sequences)
             self._changed.notify_all()
 
     def _sequence_ids(self, request_id: str, count: int) -> list[str]:

@@ -104,12 +104,12 @@ class PrefixCache:
         pool.reclaim = self._reclaim
 
     def match(self, request: Request) -> Prefix | None:
-        """What is known of the request's tokens; None: the next page is being computed by another, wait for it.
+        """What is known of the request's tokens; None: what it needs next is being computed by another, wait for it.
 
         At least one token is left to compute, since the last one's logits are wanted; all of them, if all logits are.
         """
         if request.needs_prompt_logits:
-            return NOTHING
+            return NOTHING if request.first is None else None
         node = parent = self._roots.get(request.cache_namespace)
         found: list[int | None] = []
         depth = present_from = 0

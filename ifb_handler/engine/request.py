@@ -65,6 +65,7 @@ class Request:
     seed            its own, or one drawn for it; with the index of a token it decides that token's draw
     matcher         how far the answer has come in the grammar that it is held to, if any; it outlives preemption
     prompt_logprobs one for each token of the prompt so far (None for the first), if it asks for them, else None
+    first           the request that tells it its prompt_logprobs, another answer to the same prompt; None: itself
 
     Of the prefix cache:
     cache_namespace        only requests of the same namespace share pages
@@ -100,6 +101,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if request.params.prompt_logprobs is None else [None]
         )
+        self.first: Request | None = None
         self.num_computed = 0
         self.slot: int | None = None
         self.cache_namespace: Hashable = request.cache_salt
@@ -174,6 +176,10 @@ class Request:
         self.num_preemptions += 1
         self.move(RequestState.PREEMPTED)
         self.move(RequestState.WAITING)
+
+    def share_prompt_logprobs(self, first: Request) -> None:
+        """Wait for those of `first` in place of computing them: to be called before either has run."""
+        self.first, self.prompt_logprobs = first, first.prompt_logprobs
 
     @property
     def needs_prompt_logits(self) -> bool:
