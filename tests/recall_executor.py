@@ -52,28 +52,37 @@ class RecallExecutor(Executor):
         self.eos_token_ids = tuple(eos)
         self.sliding_window = sliding_window
         self.memory = np.full(num_blocks * block_size, -1, np.int64)
+        self.draft_memory = self.memory.copy()
         self.fail_next = False
 
     def allocate_swap_space(self, num_bytes: int) -> int:
-        self.host = np.full((num_bytes >> 20, self.block_size), -1, np.int64)  # as if a page were a MiB
-        return len(self.host)
+        num_pages = num_bytes >> 20  # as if a page were a MiB
+        self.hosts = [np.full((num_pages, self.block_size), -1, np.int64) for _ in range(2)]
+        return num_pages
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         source, target = np.array(pairs).T
-        self.host[target] = self.memory.reshape(self.num_blocks, self.block_size)[source]
+        for host, pages in zip(self.hosts, self.pages(), strict=True):
+            host[target] = pages[source]
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         source, target = np.array(pairs).T
-        self.memory.reshape(self.num_blocks, self.block_size)[target] = self.host[source]
+        for host, pages in zip(self.hosts, self.pages(), strict=True):
+            pages[target] = host[source]
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         source, target = np.array(pairs).T
-        pages = self.memory.reshape(self.num_blocks, self.block_size)
-        pages[target] = pages[source]
+        for pages in self.pages():
+            pages[target] = pages[source]
+
+    def pages(self) -> list[np.ndarray]:
+        """The model's and the draft model's."""
+        return [memory.reshape(self.num_blocks, self.block_size) for memory in (self.memory, self.draft_memory)]
 
     def forget(self, pages: np.ndarray) -> None:
         """Overwrite what is in `pages`, as whoever is given them next may."""
-        self.memory.reshape(self.num_blocks, self.block_size)[pages] = -2
+        for memory in self.pages():
+            memory[pages] = -2
 
     def execute(self, batch: Batch) -> torch.Tensor:
         if self.fail_next:
@@ -84,14 +93,22 @@ class RecallExecutor(Executor):
         self.batch = batch
         return self.logits_at(batch.sample_tokens)
 
+    def execute_draft(self, batch: Batch) -> torch.Tensor:
+        """The draft model says what the model itself would, of what it finds in its own memory."""
+        self.draft_memory[batch.slot_mapping] = batch.token_ids
+        return self._logits(batch, batch.sample_tokens, self.draft_memory)
+
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
+        return self._logits(self.batch, places, self.memory)
+
+    def _logits(self, batch: Batch, places: np.ndarray, memory: np.ndarray) -> torch.Tensor:
         logits = torch.zeros(len(places), self.vocab_size)
         for i, place in enumerate(places.tolist()):
-            row = int(np.searchsorted(self.batch.query_starts, place, side="right")) - 1
-            length = int(self.batch.positions[place]) + 1
-            pages = self.batch.block_tables[row, : -(-length // self.block_size)]
+            row = int(np.searchsorted(batch.query_starts, place, side="right")) - 1
+            length = int(batch.positions[place]) + 1
+            pages = batch.block_tables[row, : -(-length // self.block_size)]
             slots = (pages[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:length]
-            logits[i] = self.logits_after(self.memory[slots[-(self.sliding_window or length) :]])
+            logits[i] = self.logits_after(memory[slots[-(self.sliding_window or length) :]])
         return logits
 
     def logits_after(self, context: np.ndarray) -> torch.Tensor:

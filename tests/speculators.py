@@ -21,6 +21,9 @@ class KnowingProposer(Proposer):
         self._wrong = wrong
         self._random = random.Random(0)
 
+    def start(self, request: Request) -> None:
+        """There is nothing to prepare."""
+
     def begin(self, most: dict[Request, int]) -> dict[Request, int]:
         self.offers = {
             request: [
@@ -31,7 +34,7 @@ class KnowingProposer(Proposer):
         }
         return {request: len(offer) for request, offer in self.offers.items() if offer}
 
-    def propose(self, wanted: dict[Request, int]) -> dict[Request, list[int]]:
+    def propose(self, wanted: dict[Request, int], num_tokens: dict[Request, int]) -> dict[Request, list[int]]:
         return {request: self.offers[request][:count] for request, count in wanted.items()}
 
 

@@ -54,6 +54,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
         ("max_num_batched_tokens", [256]),
         ("max_num_waiting", -1),
         ("speculative_method", "eagle"),
+        ("speculative_model", "smollm2-135m"),
         ("num_speculative_tokens", 0),
         ("num_speculative_tokens", 65),
         ("prompt_lookup_max", 0),

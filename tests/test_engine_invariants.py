@@ -12,6 +12,7 @@ from speculators import KnowingProposer, speculate
 from ifb_handler.engine.config import CHOICES, EngineConfig
 from ifb_handler.engine.core import EngineCore
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
+from ifb_handler.engine.draft_model import DraftModelProposer
 from ifb_handler.engine.outputs import FinishReason
 from ifb_handler.engine.request import GenerationRequest, Request
 from ifb_handler.engine.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ def forget_free_pages(core: EngineCore) -> None:
     num_blocks=st.integers(2, 40),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(1, 48),
-    wrong_drafts=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    wrong_drafts=st.sampled_from([None, 0.0, 0.3, 1.0, "model"]),
     seed=st.integers(0, 1000),
 )
 def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
@@ -70,7 +71,7 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
-    wrong_drafts: float | None,
+    wrong_drafts: float | str | None,
     seed: int,
 ) -> None:
     randomness = random.Random(seed)
@@ -86,7 +87,9 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         **modes,
     )
     core = EngineCore(executor, config)
-    if wrong_drafts is not None:
+    if wrong_drafts == "model":
+        speculate(core, DraftModelProposer(executor, core.sampler, core.pool))
+    elif wrong_drafts is not None:
         known: dict[str, list[int]] = {}
 
         def answer(request: Request) -> list[int]:
@@ -141,6 +144,9 @@ def test_every_request_ends_with_its_own_answer_and_every_page_comes_back(
         step += 1
         assert step < 20_000, "a request never ends"
     assert core.pool.num_used == 0
+    if wrong_drafts == "model" and not caching:
+        stats = core.stats()
+        assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens, "its memory is as good"
     assert set(ends) == set(prompts)
     # With caching a later request may pass one that waits for its prefix to be computed; in a static batch one that is
     # not prefilled yet may lose its pages to an earlier one.

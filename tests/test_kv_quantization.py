@@ -151,7 +151,7 @@ def text() -> list[int]:
 
 
 def test_a_page_costs_a_quarter_of_float32_and_the_pool_has_as_many_more(smollm2: ModelExecutor) -> None:
-    held = sum(tensor.nbytes for layer in smollm2.pages for tensor in layer.tensors())
+    held = sum(tensor.nbytes for layer in smollm2.target.pages for tensor in layer.tensors())
     assert held == smollm2.pool_bytes
     shape = smollm2.model.config
     sizes = (shape.num_layers, 16, shape.num_kv_heads, shape.head_dim)
@@ -163,12 +163,12 @@ def test_a_page_costs_a_quarter_of_float32_and_the_pool_has_as_many_more(smollm2
 
 
 def test_a_copied_page_takes_its_scales_along(smollm2: ModelExecutor) -> None:
-    for layer in smollm2.pages:
+    for layer in smollm2.target.pages:
         for tensor in layer.tensors():
             tensor[1].view(torch.uint8).random_(0, 100)
             tensor[2:4] = 0
     smollm2.copy_pages([(1, 3)])
-    for layer in smollm2.pages:
+    for layer in smollm2.target.pages:
         for tensor in layer.tensors():
             assert torch.equal(tensor[3], tensor[1])
             assert not tensor[2].any()

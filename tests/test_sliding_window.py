@@ -243,7 +243,7 @@ def test_a_windowed_model_answers_as_generate_does_in_a_pool_smaller_than_its_pr
         result = core.step()
         core.check()
         free = torch.from_numpy(np.flatnonzero((core.pool.ref_counts == 0) & ~core.pool.in_cache))
-        for layer in executor.pages:
+        for layer in executor.target.pages:
             for tensor in layer.tensors():
                 tensor[free] = torch.nan
         for output in result.outputs:

@@ -58,7 +58,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "preemption_mode": ("auto", "recompute", "swap"),
     "kv_reservation": ("on_demand", "max_length"),
 }
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class EngineConfig:
     kv_reservation             on_demand, or max_length: pages for the longest answer when a request comes in
     swap_space                 GiB of host memory for the pages of preempted requests; 0: they are computed again
     preemption_mode            auto (what is cheaper), recompute or swap
-    speculative_method         None, or ngram: guess a few tokens of an answer ahead and let one step judge them all.
-                               Answers stay the same; by itself it is used only where it pays
+    speculative_method         None, ngram or draft_model: guess a few tokens of an answer ahead and let one step judge
+                               them all. Answers stay the same; by itself it is used only where it pays
+    speculative_model          draft_model: a small model that guesses, of the same vocabulary, named as `model` is
     num_speculative_tokens     most tokens guessed ahead for a request, up to 64
     prompt_lookup_max, prompt_lookup_min    ngram: the longest and the shortest run of last tokens, up to 64, that is
                                looked for earlier in prompt and answer
@@ -137,6 +138,7 @@ class EngineConfig:
     swap_space: float = 0.0
     preemption_mode: str = "auto"
     speculative_method: str | None = None
+    speculative_model: str | None = None
     num_speculative_tokens: int = 7
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -187,6 +189,11 @@ class EngineConfig:
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         if self.speculative_method is not None:
             _one_of("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        if (self.speculative_method == "draft_model") != bool(self.speculative_model):
+            raise ConfigError(
+                f"speculative_model: {self.speculative_model!r} and speculative_method: {self.speculative_method!r}; a "
+                "model is named with draft_model, and with that only"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max, {self.prompt_lookup_max}"

@@ -17,6 +17,7 @@ from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.beam_request import BeamRequest, rank_beams
 from ifb_handler.engine.beam_search import Candidates
 from ifb_handler.engine.config import EngineConfig
+from ifb_handler.engine.draft_model import DraftModelProposer
 from ifb_handler.engine.errors import ConfigError
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.kv_pool import KVPool
@@ -33,6 +34,7 @@ from ifb_handler.engine.policies import (
     Policies,
 )
 from ifb_handler.engine.prefix_cache import PrefixCache
+from ifb_handler.engine.proposer import Proposer
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.engine.sampling_params import SamplingParams
@@ -82,7 +84,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.cache, _policies(config), swap)
         self.sampler = Sampler(max_num_seqs, executor.eos_token_ids)
         self.mask_filler = MaskFiller(executor.vocab_size, executor.eos_token_ids)
-        self.speculator = _speculator(config, self.pool)
+        self.speculator = self._make_speculator(config)
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_preemptions = 0
@@ -90,6 +92,16 @@ class EngineCore:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = {reason.value: 0 for reason in FinishReason}
+
+    def _make_speculator(self, config: EngineConfig) -> Speculator | None:
+        if config.speculative_method is None:
+            return None
+        proposer: Proposer
+        if config.speculative_method == "ngram":
+            proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        else:
+            proposer = DraftModelProposer(self.executor, self.sampler, self.pool)
+        return Speculator(proposer, config.num_speculative_tokens, self.pool)
 
     @property
     def max_request_len(self) -> int:
@@ -136,6 +148,8 @@ class EngineCore:
                 request.slot, request.params, request.seed, request.tokens, request.num_prompt_tokens
             )
             request.times.scheduled = request.times.scheduled or time.monotonic()
+            if self.speculator is not None:
+                self.speculator.proposer.start(request)
         schedule.seconds = time.perf_counter() - started
         return schedule
 
@@ -151,12 +165,13 @@ class EngineCore:
         seconds: dict[str, float] = {}
         used_blocks = self.pool.num_used
         try:
+            self._move_pages(schedule)
+            moved = time.perf_counter()
             drafts = {} if self.speculator is None else self.speculator.draft(schedule)
+            drafted = time.perf_counter()
             batch = Batch.build(schedule.num_tokens, self.pool, drafts)
             masks = self.mask_filler.begin([batch.requests[row] for row in batch.sample_rows.tolist()])
             scheduled = time.perf_counter()
-            self._move_pages(schedule)
-            moved = time.perf_counter()
             logits = self.executor.execute(batch)
             read_prompts(batch, self.executor)
             executed = time.perf_counter()
@@ -164,7 +179,7 @@ class EngineCore:
             tokens = self._sample(batch, logits, masks)
             sampled = time.perf_counter()
             if len(prefill) and len(batch.token_ids) > 2 * len(decode):
-                self.scheduler.swap.measured(executed - moved, num_tokens=len(batch.token_ids))
+                self.scheduler.swap.measured(executed - scheduled, num_tokens=len(batch.token_ids))
         except Exception as error:
             if not self.executor.is_usable():
                 raise
@@ -177,12 +192,14 @@ class EngineCore:
             outputs += self._advance_beams(schedule, candidates)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
-            seconds["rest"] = executed - scheduled - sum(seconds.values())
+            seconds["rest"] = moved - started + executed - scheduled - sum(seconds.values())
             seconds |= {
-                "scheduling": schedule.seconds + scheduled - started,
+                "scheduling": schedule.seconds + scheduled - drafted,
                 "sampling": sampled - executed,
+                "bookkeeping": committed - sampled,
             }
-            seconds["bookkeeping"] = committed - sampled
+            if self.speculator is not None:
+                seconds["drafting"] = drafted - moved
             if self.latency_target is not None:
                 self.latency_target.observe(len(batch.token_ids), time.perf_counter() - started)
             if self.speculator is not None and not prefill:
@@ -406,13 +423,6 @@ def _policies(config: EngineConfig) -> Policies:
         kv_reservation=KV_RESERVATION[config.kv_reservation](),
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
-
-
-def _speculator(config: EngineConfig, pool: KVPool) -> Speculator | None:
-    if config.speculative_method is None:
-        return None
-    proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(proposer, config.num_speculative_tokens, pool)
 
 
 def _restriction(params: SamplingParams) -> str | None:

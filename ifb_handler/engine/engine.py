@@ -24,6 +24,7 @@ from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
+from ifb_handler.engine.draft_model import check_vocabulary
 from ifb_handler.engine.errors import EngineStoppedError, QueueFullError, RequestError
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.grammar import Grammars
@@ -56,6 +57,8 @@ class Engine:
         files = resolve(config.model, progress=progress)
         open_checkpoint(files)  # a broken one is named for what it is, before its tokenizer fails at it
         tokenizer = load_tokenizer(files, config.tokenizer)
+        if config.speculative_model is not None:
+            check_vocabulary(tokenizer, resolve(config.speculative_model, progress=progress))
         executor = ModelExecutor(config, files, progress=progress)
         self._start(config, executor, tokenizer, config.served_model_name or executor.model.name)
 

@@ -40,6 +40,10 @@ class Executor(ABC):
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
         """Logits, float32 [N, V], after more tokens of the batch last executed: int64 [N], flat indices into it."""
 
+    def execute_draft(self, batch: Batch) -> torch.Tensor | None:
+        """As `execute`, on the draft model, whose pages have the same numbers; None if no row samples."""
+        raise RuntimeError(f"{type(self).__name__} has no draft model")
+
     def allocate_swap_space(self, num_bytes: int) -> int:
         """Set memory of the host aside for pages -> how many it holds; 0 where swapping is not supported."""
         return 0

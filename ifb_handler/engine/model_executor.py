@@ -1,4 +1,4 @@
-"""The executor that serves: a decoder with real weights on one device, and the pool's memory."""
+"""The executor that serves: a decoder with real weights on one device, perhaps a draft model, and the pool's memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from ifb_handler.engine.batch import Batch
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.errors import ConfigError
 from ifb_handler.engine.executor import Executor
+from ifb_handler.engine.paged_model import PagedModel
 from ifb_handler.models.loading import load_model
 from ifb_handler.models.progress import Progress
-from ifb_handler.models.source import ModelFiles
+from ifb_handler.models.source import ModelFiles, resolve
 from ifb_kernels.backend import AttentionBackend, select_backend
-from ifb_kernels.kv_quantization import page_bytes
-from ifb_kernels.layout import RaggedLayout
 
 _GIB = 1 << 30
-_KV_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}  # auto: the model's own
 _DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -40,7 +38,32 @@ class ModelExecutor(Executor):
             raise ConfigError(
                 f"quantization: {config.quantization!r} needs device: cpu, and the device is {self.device}"
             )
-        self.model = load_model(
+        self.target = self._load(config, files, progress)
+        self.model = self.target.model
+        self.vocab_size = self.model.config.vocab_size
+        self.eos_token_ids = self.model.eos_token_ids
+        self.max_model_len = _max_model_len(config.max_model_len, self.model.config.max_model_len)
+        self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]
+        self.draft: PagedModel | None = None
+        if config.speculative_model is not None:
+            self.draft = self._load(config, resolve(config.speculative_model, progress), progress)
+            self._check_draft(self.draft.model.config.vocab_size, self.draft.model.config.max_model_len)
+        self._models = [self.target] if self.draft is None else [self.target, self.draft]
+        windows = [each.model.config.sliding_window for each in self._models]
+        self.sliding_window = None if None in windows else max(windows)
+        self.weight_bytes = sum(each.model.weight_bytes for each in self._models)
+        self._page_bytes = page = sum(each.page_bytes for each in self._models)
+        useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        self.num_blocks = config.num_gpu_blocks_override or min(useful, self._memory_for_pages(config) // page)
+        if self.num_blocks < 1:
+            raise ConfigError(f"the KV pool has no room for one page of {page} bytes beside the weights")
+        self.pool_bytes = self.num_blocks * page
+        with _fitting(_pool_option(config, self.device), self.pool_bytes, self.device):
+            for each in self._models:
+                each.allocate(self.num_blocks)
+
+    def _load(self, config: EngineConfig, files: ModelFiles, progress: Progress | None) -> PagedModel:
+        model = load_model(
             files,
             dtype=config.dtype,
             device=self.device,
@@ -48,30 +71,14 @@ class ModelExecutor(Executor):
             quantization=config.quantization,
             progress=progress,
         )
-        shape = self.model.config
-        self.vocab_size = shape.vocab_size
-        self.eos_token_ids = self.model.eos_token_ids
-        self.sliding_window = shape.sliding_window
-        self.weight_bytes = self.model.weight_bytes
-        self.max_model_len = _max_model_len(config.max_model_len, shape.max_model_len)
-        self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]
-        kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, shape.dtype)
-        page = page_bytes(shape.num_layers, config.block_size, shape.num_kv_heads, shape.head_dim, kv_dtype)
-        useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-        self.num_blocks = config.num_gpu_blocks_override or min(useful, self._memory_for_pages(config) // page)
-        if self.num_blocks < 1:
-            raise ConfigError(f"the KV pool has no room for one page of {page} bytes beside the weights")
-        self._page_bytes = page
-        self.pool_bytes = self.num_blocks * page
-        with _fitting(_pool_option(config, self.device), self.pool_bytes, self.device):
-            self.pages = self.backend.allocate(
-                shape.num_layers,
-                self.num_blocks,
-                config.block_size,
-                shape.num_kv_heads,
-                shape.head_dim,
-                kv_dtype,
-                self.device,
+        return PagedModel(model, self.device, config.block_size, config.kv_cache_dtype)
+
+    def _check_draft(self, vocab_size: int, max_model_len: int) -> None:
+        if vocab_size != self.vocab_size:
+            raise ConfigError(f"speculative_model: has {vocab_size} token ids, and the model {self.vocab_size}")
+        if max_model_len < self.max_model_len:
+            raise ConfigError(
+                f"speculative_model: was made for {max_model_len} tokens, and max_model_len is {self.max_model_len}"
             )
 
     def _memory_for_pages(self, config: EngineConfig) -> int:
@@ -81,63 +88,38 @@ class ModelExecutor(Executor):
         # The weights are loaded: what is used by now, with a tenth of it for the step's activations, is not for pages.
         return int(total * config.gpu_memory_utilization) - int((total - free) * 1.1)
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        counts = batch.query_starts[1:] - batch.query_starts[:-1]
-        layout = RaggedLayout(
-            query_starts=self._put(batch.query_starts),
-            context_lens=self._put(batch.context_lens),
-            block_tables=self._put(batch.block_tables),
-            slot_mapping=self._put(batch.slot_mapping),
-            max_query_len=int(counts.max()),
-            max_context_len=int(batch.context_lens.max()),
-        )
-        decoder = self.model.decoder
-        self._hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
+        self.target.forward(batch)
         return self.logits_at(batch.sample_tokens)
 
-    @torch.inference_mode()
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
-        return self.model.decoder.logits(self._hidden[self._put(places)])
+        return self.target.logits_at(places)
 
-    @torch.inference_mode()
+    def execute_draft(self, batch: Batch) -> torch.Tensor | None:
+        if self.draft is None:
+            return super().execute_draft(batch)
+        self.draft.forward(batch)
+        return self.draft.logits_at(batch.sample_tokens) if len(batch.sample_tokens) else None
+
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        source, target = self._put(np.ascontiguousarray(np.array(pairs, np.int64).T))
-        for layer in self.pages:
-            for tensor in layer.tensors():
-                values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # float8 is not always supported
-                values.index_copy_(0, target, values.index_select(0, source))
+        for each in self._models:
+            each.copy_pages(pairs)
 
     def allocate_swap_space(self, num_bytes: int) -> int:
         num_pages = num_bytes // self._page_bytes
         if num_pages:
-            pinned = self.device.type != "cpu"
             with _fitting("swap_space", num_bytes, torch.device("cpu")):
-                self._host = [
-                    torch.empty((num_pages, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
-                    for layer in self.pages
-                    for tensor in layer.tensors()
-                ]
+                for each in self._models:
+                    each.allocate_host_pages(num_pages)
         return num_pages
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        self._move(pairs, out=True)
+        for each in self._models:
+            each.swap(pairs, out=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        self._move(pairs, out=False)
-
-    @torch.inference_mode()
-    def _move(self, pairs: list[tuple[int, int]], out: bool) -> None:
-        source, target = torch.tensor(pairs).T
-        pool = (tensor for layer in self.pages for tensor in layer.tensors())
-        for ours, host in zip(pool, self._host, strict=True):
-            if out:
-                host[target] = ours[source.to(self.device)].to("cpu")
-            else:
-                ours[target.to(self.device)] = host[source].to(self.device)
-
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        for each in self._models:
+            each.swap(pairs, out=False)
 
     def is_usable(self) -> bool:
         """After some faults, such as an illegal address, every use of a CUDA device fails until the process ends."""

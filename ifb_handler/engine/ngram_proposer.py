@@ -45,14 +45,16 @@ class NgramProposer(Proposer):
         super().__init__()
         self._shortest, self._longest = shortest, longest
 
+    def start(self, request: Request) -> None:
+        if request.proposer is None:
+            request.proposer = NgramIndex(self._shortest, self._longest)
+
     def begin(self, most: dict[Request, int]) -> dict[Request, int]:
         self.offers.clear()
         for request, count in most.items():
-            if request.proposer is None:
-                request.proposer = NgramIndex(self._shortest, self._longest)
             if offer := request.proposer.propose(request, count):
                 self.offers[request] = offer
         return {request: len(offer) for request, offer in self.offers.items()}
 
-    def propose(self, wanted: dict[Request, int]) -> dict[Request, list[int]]:
+    def propose(self, wanted: dict[Request, int], num_tokens: dict[Request, int]) -> dict[Request, list[int]]:
         return {request: self.offers[request][:count] for request, count in wanted.items()}

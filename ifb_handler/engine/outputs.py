@@ -87,7 +87,8 @@ class StepRecord:
     waiting              request ids left in the queue once the step was filled
     prefill, decode      request ids that were in the step, each prefill with the tokens of its chunk
     used_blocks          pages owned while the step ran
-    seconds              by section: scheduling, gemm, attention, rest, sampling, bookkeeping; empty if the step failed
+    seconds              by section: scheduling, gemm, attention, rest, sampling, bookkeeping, and with speculation
+                         drafting; empty if the step failed
     """
 
     step: int

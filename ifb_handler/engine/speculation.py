@@ -33,8 +33,6 @@ _FIRST_RATE = 0.6
 # What an observation's weight is multiplied by at every later one, and at every step that goes by without one.
 _MEMORY = 0.97
 _FADING = 0.99
-# Weight of the past in the running mean of what drafting takes.
-_PAST = 0.9
 # Variance, in tokens, that a step's size must have shown for its slope to be believed: without any, drafts are tried.
 _RIDGE = 0.5
 
@@ -71,7 +69,6 @@ class Speculator:
         self._most = most
         self._pool = pool
         self._step_time = StepTime()
-        self._seconds_per_round = 0.0  # of drafting a token for each of the requests
         self._seconds = 0.0
         self._pages: dict[Request, int] = {}
 
@@ -86,14 +83,9 @@ class Speculator:
             request.acceptance.fade()
         self._pages = {request: int(self._pool.num_pages[request.slot]) for request in wanted}
         granted = {request: count for request in wanted if (count := self._take_pages(request, wanted[request]))}
-        if not granted:
-            self._seconds = 0.0
-            return {}
         started = time.perf_counter()
-        drafts = self.proposer.propose(granted)
+        drafts = self.proposer.propose(granted, schedule.num_tokens)
         self._seconds = time.perf_counter() - started
-        per_round = self._seconds / max(granted.values())
-        self._seconds_per_round = _PAST * (self._seconds_per_round or per_round) + (1 - _PAST) * per_round
         return drafts
 
     def settle(self, request: Request, draft: Sequence[int], num_accepted: int, appended: Sequence[int]) -> None:
@@ -104,7 +96,7 @@ class Speculator:
             tried = min(len(offer), len(appended))
             hits = accepted(offer, appended)
             request.acceptance.observe(hits, min(tried, hits + 1))
-        if draft and request.state is RequestState.DECODE:
+        if request in self._pages and request.state is RequestState.DECODE:
             self._pool.shrink(request.slot, max(self._pages[request], self._pool.pages_for(request.num_computed)))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -136,7 +128,7 @@ class Speculator:
         useful = num_tokens + np.concatenate([[0.0], np.cumsum(chances.ravel()[order])])
         fixed, per_token = self._step_time.fit(_RIDGE)
         rounds = np.concatenate([[0], np.maximum.accumulate(depth + 1)])
-        seconds = fixed + per_token * (num_tokens + np.arange(len(useful))) + self._seconds_per_round * rounds
+        seconds = fixed + per_token * (num_tokens + np.arange(len(useful))) + self.proposer.seconds_per_round * rounds
         best = int(np.argmax(useful / seconds))
         counts = np.bincount(who[:best], minlength=len(requests))
         return {requests[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()}

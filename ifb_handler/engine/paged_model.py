@@ -1,0 +1,94 @@
+"""A decoder with its pages: what the executor keeps of each model that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ifb_handler.engine.batch import Batch
+from ifb_handler.models.loading import LoadedModel
+from ifb_kernels.kv_quantization import page_bytes
+from ifb_kernels.layout import LayerKV, RaggedLayout
+
+_KV_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}  # auto: the model's own
+
+
+class PagedModel:
+    """Page b of every model holds the keys and values of the same tokens: the pool counts it once.
+
+    page_bytes    memory of a page, all layers
+    """
+
+    def __init__(self, model: LoadedModel, device: torch.device, block_size: int, kv_cache_dtype: str) -> None:
+        self.model = model
+        self._device = device
+        self._block_size = block_size
+        shape = model.config
+        self._kv_dtype = _KV_DTYPES.get(kv_cache_dtype, shape.dtype)
+        self.page_bytes = page_bytes(shape.num_layers, block_size, shape.num_kv_heads, shape.head_dim, self._kv_dtype)
+
+    def allocate(self, num_blocks: int) -> None:
+        """The pool's memory. Raises MemoryError or RuntimeError if there is none."""
+        shape = self.model.config
+        self.pages: list[LayerKV] = self.model.decoder.backend.allocate(
+            shape.num_layers,
+            num_blocks,
+            self._block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self._kv_dtype,
+            self._device,
+        )
+
+    def allocate_host_pages(self, num_pages: int) -> None:
+        """Swap space. Raises MemoryError or RuntimeError if there is none."""
+        pinned = self._device.type != "cpu"
+        self._host = [
+            torch.empty((num_pages, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned)
+            for tensor in self._tensors()
+        ]
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> None:
+        """Write the batch's keys and values to their pages; `logits_at` tells what comes next."""
+        counts = batch.query_starts[1:] - batch.query_starts[:-1]
+        layout = RaggedLayout(
+            query_starts=self._put(batch.query_starts),
+            context_lens=self._put(batch.context_lens),
+            block_tables=self._put(batch.block_tables),
+            slot_mapping=self._put(batch.slot_mapping),
+            max_query_len=int(counts.max()),
+            max_context_len=int(batch.context_lens.max()),
+        )
+        decoder = self.model.decoder
+        self._hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
+
+    @torch.inference_mode()
+    def logits_at(self, places: np.ndarray) -> torch.Tensor:
+        """float32 [N, V] after the tokens at `places`, int64 [N], of the last batch."""
+        return self.model.decoder.logits(self._hidden[self._put(places)])
+
+    @torch.inference_mode()
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = self._put(np.ascontiguousarray(np.array(pairs, np.int64).T))
+        for tensor in self._tensors():
+            values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # float8 is not always supported
+            values.index_copy_(0, target, values.index_select(0, source))
+
+    @torch.inference_mode()
+    def swap(self, pairs: list[tuple[int, int]], out: bool) -> None:
+        """Copy pages, (from, to): to the host's if `out`, else from there."""
+        source, target = torch.tensor(pairs).T
+        for ours, host in zip(self._tensors(), self._host, strict=True):
+            if out:
+                host[target] = ours[source.to(self._device)].to("cpu")
+            else:
+                ours[target.to(self._device)] = host[source].to(self._device)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (tensor for layer in self.pages for tensor in layer.tensors())
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
