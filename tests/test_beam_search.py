@@ -12,8 +12,10 @@ import pytest
 import torch
 from greedy_oracle import generate_alone, load_folder, load_smollm2
 from recall_executor import VOCAB_SIZE, SpreadExecutor
+from test_engine_invariants import forget_free_pages
 from test_engine_thread import GatedExecutor
-from tiny_llama import write_tiny_llama
+from test_exactness import tiny as tiny_config
+from tiny_llama import write_tiny_llama, write_tokenizer
 
 from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.beam_search import BeamSearch, Candidates, rank
@@ -158,6 +160,23 @@ def test_logit_edits_change_log_probabilities_as_in_hugging_face(tiny: Path) -> 
         assert same(engine.generate([prompt] * len(cases), [case.params for case in cases]), cases)
 
 
+def test_beams_of_a_sliding_window_are_those_of_hugging_face_and_leave_pages_behind(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("Mistral", sliding_window=24)).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    model, draw = load_folder(tmp_path), random.Random(3)
+    params = beams(max_tokens=40, ignore_eos=True, stop_token_ids=[2, *range(50, 60)], early_stopping="never")
+    cases = [oracle(model, [draw.randrange(3, 320) for _ in range(size)], params) for size in (5, 23, 61, 130)]
+    for options in ({"block_size": 4}, {"block_size": 8, "enable_prefix_caching": False}):
+        with Engine(str(tmp_path), max_num_seqs=8, max_num_batched_tokens=24, **options) as engine:
+            assert same(engine.generate([case.prompt for case in cases], params), cases)
+            assert max(record.used_blocks for record in engine.steps()) < 2 * (130 + 40) // options["block_size"]
+            engine.check()
+            assert engine.stats().used_blocks == 0
+
+
 def test_smollm2_gives_the_beams_of_hugging_face() -> None:
     model = load_smollm2()
     with Engine("smollm2-135m", max_num_seqs=8) as engine:
@@ -230,8 +249,8 @@ BLOCK_SIZE = 4
 MODES = ("preemption_mode", "scheduling_policy", "prefill_priority", "capacity", "kv_reservation")
 
 
-def new_core(num_blocks: int, eos: list[int], **options: Any) -> EngineCore:
-    executor = SpreadExecutor(num_blocks, BLOCK_SIZE, eos=eos)
+def new_core(num_blocks: int, eos: list[int], window: int | None = None, **options: Any) -> EngineCore:
+    executor = SpreadExecutor(num_blocks, BLOCK_SIZE, eos=eos, sliding_window=window)
     return EngineCore(executor, EngineConfig(block_size=BLOCK_SIZE, **options))
 
 
@@ -252,9 +271,11 @@ def test_every_search_ends_with_its_own_answers_and_every_page_comes_back(seed: 
     draw = random.Random(seed)
     eos = draw.sample(range(VOCAB_SIZE), draw.choice([0, 1, 5]))
     num_blocks, budget, chunked = draw.randint(14, 28), draw.randint(4, 32), draw.random() < 0.7
+    window = draw.choice([None, None, 3, 9])
     core = new_core(
         num_blocks,
         eos,
+        window,
         max_num_seqs=draw.randint(6, 16),
         max_num_batched_tokens=budget,
         enable_prefix_caching=draw.random() < 0.5,
@@ -275,7 +296,7 @@ def test_every_search_ends_with_its_own_answers_and_every_page_comes_back(seed: 
         plan.setdefault(at, []).append(asked)
         if draw.random() < 0.2:
             cancels.setdefault(at + draw.randrange(30), []).append(str(number))
-        alone = new_core(num_blocks, eos, max_num_seqs=4)
+        alone = new_core(num_blocks, eos, window, max_num_seqs=4)
         queue(alone, *asked)
         while alone.has_work:
             note(alone.step().outputs, expected)
@@ -290,6 +311,7 @@ def test_every_search_ends_with_its_own_answers_and_every_page_comes_back(seed: 
             core.check()
         result = core.step()
         core.check()
+        forget_free_pages(core)
         if result is not None:
             note(result.outputs, answers)
             if chunked:
