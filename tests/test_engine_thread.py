@@ -106,7 +106,7 @@ def test_a_full_waiting_queue_refuses_one_more_and_takes_it_later(gated: tuple[E
     mailbox = Mailbox()
     engine.submit(GenerationRequest("running", [1], GREEDY), mailbox)
     executor.entered.acquire()
-    for i in range(3):
+    for i in range(3 + 3):  # as many places are left in the batch, and in the queue
         engine.submit(GenerationRequest(f"waiting-{i}", [1], GREEDY), mailbox)
     with pytest.raises(QueueFullError, match="max_num_waiting is 3"):
         engine.submit(GenerationRequest("refused", [1], GREEDY), mailbox)
@@ -293,3 +293,17 @@ def test_a_mailbox_that_fails_does_not_hurt_the_others(engine: Engine) -> None:
     (output,) = engine.generate([[2]], GREEDY)
     assert output.token_ids == expected_answer([2], 8)
     assert engine.drain(timeout=30)
+
+
+@pytest.mark.parametrize(("batching", "most"), [("continuous", 6), ("static", 2)])
+def test_a_burst_fills_the_free_places_of_the_batch_beside_the_queue(batching: str, most: int) -> None:
+    executor = GatedExecutor(64)
+    with Engine.with_executor(executor, max_num_seqs=5, max_num_waiting=2, batching=batching) as engine:
+        mailbox = Mailbox()
+        engine.submit(GenerationRequest("running", [1], GREEDY), mailbox)
+        executor.entered.acquire()
+        for i in range(most):
+            engine.submit(GenerationRequest(str(i), [1], GREEDY), mailbox)
+        with pytest.raises(QueueFullError):
+            engine.submit(GenerationRequest("refused", [1], GREEDY), mailbox)
+        executor.open_for_good()

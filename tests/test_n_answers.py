@@ -193,7 +193,7 @@ def test_a_cancel_that_comes_too_late_does_not_hurt_the_next_request_of_that_id(
 
 def test_the_waiting_queue_counts_every_answer() -> None:
     executor = GatedExecutor(64)
-    with Engine.with_executor(executor, max_num_seqs=4, max_num_waiting=5) as engine:
+    with Engine.with_executor(executor, max_num_seqs=1, max_num_waiting=5) as engine:
         mailbox = Mailbox()
         engine.submit(GenerationRequest("running", [1], GREEDY), mailbox)
         executor.entered.acquire()

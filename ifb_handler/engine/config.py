@@ -97,7 +97,8 @@ class EngineConfig:
     num_speculative_tokens     most tokens guessed ahead for a request, up to 64
     prompt_lookup_max, prompt_lookup_min    ngram: the longest and the shortest run of last tokens, up to 64, that is
                                looked for earlier in prompt and answer
-    max_num_waiting            most requests in the waiting queue; one more is refused (503)
+    max_num_waiting            most requests in the waiting queue, those not counted that the batch has places for;
+                               one more is refused (503)
     num_gpu_blocks_override    pages in the pool, whatever the memory; None: from the two options below
     enable_prefix_caching      keep the keys and values of prompts that have ended, for others that begin alike
     gpu_memory_utilization     on a GPU, the share of its memory that weights and pool together may take

@@ -96,7 +96,7 @@ class Engine:
         self._num_arrived = 0
         self._accepting = True
         self._stopping = False
-        self._stats = self._core.stats()
+        self._observe()
         self._records: deque[StepRecord] = deque(maxlen=STEP_RECORDS)
         self._thread = threading.Thread(target=self._run, name="ifb-engine", daemon=True)
         self._thread.start()
@@ -140,7 +140,7 @@ class Engine:
             if request.request_id in self._answers:
                 raise RequestError(f"request_id: {request.request_id!r} is the id of a live request", "request_id")
             waiting = self._stats.num_requests_waiting + len(self._submitted)
-            if waiting + params.num_sequences > self.config.max_num_waiting:
+            if waiting + params.num_sequences > self.config.max_num_waiting + self._num_free_rows:
                 raise QueueFullError(f"the waiting queue is full: max_num_waiting is {self.config.max_num_waiting}")
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
             ids = self._sequence_ids(request.request_id, params.num_sequences)
@@ -301,17 +301,22 @@ class Engine:
                     done.set_exception(error)
             self._checks.clear()
             schedule = None if self._stopping else self._core.schedule()
-            self._stats = self._core.stats()
+            self._observe()
             return schedule
 
     def _abort(self, sequence_ids: Iterable[str]) -> None:
         ended = [self._core.abort(sequence_id) for sequence_id in list(sequence_ids)]
         self._deliver([output for output in ended if output is not None])
 
+    def _observe(self) -> None:
+        """What the door knows of the core, which is the thread's."""
+        self._stats = self._core.stats()
+        self._num_free_rows = self._core.scheduler.num_free_rows
+
     def _publish(self, result: StepResult) -> None:
         with self._changed:
             self._records.append(result.record)
-            self._stats = self._core.stats()
+            self._observe()
             self._deliver(result.outputs)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -341,7 +346,7 @@ class Engine:
             self._accepting = False
             if error is None:
                 self._abort(self._core.requests)
-                self._stats = self._core.stats()
+                self._observe()
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
             self._deliver([RequestOutput(i, finish_reason=reason, error=error) for i in list(self._sequences)])
             for done in self._checks:

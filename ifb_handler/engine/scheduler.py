@@ -138,12 +138,18 @@ class Scheduler:
                         step.budget -= more
 
     def _may_admit(self) -> bool:
-        free = self._num_free_rows > 0 and self.policies.batching.may_admit(len(self.running))
-        return free and bool(self.waiting)
+        return self.num_free_rows > 0 and bool(self.waiting)
 
     @property
-    def _num_free_rows(self) -> int:
-        return self.max_num_seqs - sum(request.width for request in self.running)
+    def num_free_rows(self) -> int:
+        """Rows that the batch has room for at the next step, as far as `max_num_seqs` is concerned."""
+        if not self.policies.batching.may_admit(len(self.running)):
+            return 0
+        return self.max_num_seqs - self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(request.width for request in self.running)
 
     def admit(self, step: Schedule) -> None:
         """New requests, as far as budget, places and pages go.
@@ -153,7 +159,7 @@ class Scheduler:
         """
         if not self._may_admit():
             return
-        free = self._num_free_rows
+        free = self.num_free_rows
         for request in list(self.policies.ordering.in_order(self.waiting, self.cache)):
             if free < request.width:
                 break
@@ -327,7 +333,7 @@ class Scheduler:
         for row in rows:
             if row.slot is None or self._num_places(row) < 0:
                 raise RuntimeError(f"scheduler: {row!r} runs without the pages it needs")
-        if self._num_free_rows < 0 or any(len(request.rows) > request.width for request in self.running):
+        if self._num_rows > self.max_num_seqs or any(len(request.rows) > request.width for request in self.running):
             raise RuntimeError("scheduler: more rows run than may")
         if any(r.slot is not None or r.num_computed for r in self.waiting):
             raise RuntimeError("scheduler: a waiting request holds a slot")
