@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,13 +25,16 @@ class StreamClient:
         self._body = body
         self._read = read
         self._news: queue.Queue[tuple[int, list[int], float] | Exception] = queue.Queue()
+        # The event loop alone does not keep a stream that waits from being collected as garbage.
+        self._streams: set[Future[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def submit(self, index: int, prompt: list[int], num_output_tokens: int) -> None:
         body = json.dumps(self._body(prompt, num_output_tokens)).encode()
-        asyncio.run_coroutine_threadsafe(self._stream(index, body, num_output_tokens), self._loop)
+        stream = asyncio.run_coroutine_threadsafe(self._stream(index, body, num_output_tokens), self._loop)
+        self._streams = {other for other in self._streams if not other.done()} | {stream}
 
     def collect(self, seconds: float) -> list[tuple[int, list[int], float]]:
         try:
