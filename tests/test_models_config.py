@@ -123,8 +123,8 @@ def test_a_rotary_table_grows_with_the_context_and_no_further() -> None:
         ({"model_type": None}, "model_type: None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; supported is silu"),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type: 'dynamic' is not supported; supported are default",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type: 'longrope' is not supported; supported are default",
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),

@@ -116,6 +116,9 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt has been found to fit."""
+        longest = self.executor.max_shared_prompt_len
+        if longest is not None and request.num_prompt_tokens > longest:
+            request.cache_namespace = request.cache_namespace, request.num_prompt_tokens
         self.requests[request.request_id] = request
         self.scheduler.add(request)
 

@@ -19,6 +19,8 @@ class Executor(ABC):
     max_num_batched_tokens  the step's token budget that suits it, where the configuration names none
     eos_token_ids           token ids that end an answer
     sliding_window          how many positions back any layer sees, itself included; None where one sees all
+    max_shared_prompt_len   the keys and values of longer prompts depend on the prompt's length, so that only those of
+                            one length can share pages; None: they never do
     weight_bytes            memory of the weights
     pool_bytes              memory of the pool's pages
     """
@@ -29,6 +31,7 @@ class Executor(ABC):
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None = None
+    max_shared_prompt_len: int | None = None
     weight_bytes: int = 0
     pool_bytes: int = 0
 

@@ -51,6 +51,8 @@ class ModelExecutor(Executor):
         self._models = [self.target] if self.draft is None else [self.target, self.draft]
         windows = [each.model.config.sliding_window for each in self._models]
         self.sliding_window = None if None in windows else max(windows)
+        trained = [each.dynamic_from for each in self._models if each.dynamic_from is not None]
+        self.max_shared_prompt_len = min(trained, default=None)
         self.weight_bytes = sum(each.model.weight_bytes for each in self._models)
         self._page_bytes = page = sum(each.page_bytes for each in self._models)
         useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)

@@ -18,7 +18,8 @@ _KV_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}  # auto: the 
 class PagedModel:
     """Page b of every model holds the keys and values of the same tokens: the pool counts it once.
 
-    page_bytes    memory of a page, all layers
+    page_bytes      memory of a page, all layers
+    dynamic_from    the trained length, of a model whose positions are scaled dynamically beyond it, else None
     """
 
     def __init__(self, model: LoadedModel, device: torch.device, block_size: int, kv_cache_dtype: str) -> None:
@@ -26,6 +27,7 @@ class PagedModel:
         self._device = device
         self._block_size = block_size
         shape = model.config
+        self.dynamic_from = shape.rope.original_max_position_embeddings if shape.rope.type == "dynamic" else None
         self._kv_dtype = _KV_DTYPES.get(kv_cache_dtype, shape.dtype)
         self.page_bytes = page_bytes(shape.num_layers, block_size, shape.num_kv_heads, shape.head_dim, self._kv_dtype)
 
@@ -62,8 +64,17 @@ class PagedModel:
             max_query_len=int(counts.max()),
             max_context_len=int(batch.context_lens.max()),
         )
-        decoder = self.model.decoder
-        self._hidden = decoder.forward(self._put(batch.token_ids), self._put(batch.positions), layout, self.pages)
+        token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
+        lengths = self._rope_lengths(batch, counts)
+        self._hidden = self.model.decoder.forward(token_ids, positions, layout, self.pages, lengths)
+
+    def _rope_lengths(self, batch: Batch, counts: np.ndarray) -> torch.Tensor | None:
+        """int64 [T]: see `RotaryTable.of_tokens`; None if none is above the trained length."""
+        if self.dynamic_from is None:
+            return None
+        prompts = np.fromiter((r.num_prompt_tokens for r in batch.requests), np.int64, len(counts))
+        lengths = np.maximum(np.repeat(prompts, counts), batch.positions + 1)
+        return self._put(lengths) if lengths.max() > self.dynamic_from else None
 
     @torch.inference_mode()
     def logits_at(self, places: np.ndarray) -> torch.Tensor:

@@ -77,15 +77,25 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: RaggedLayout, pages: list[LayerKV]
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: RaggedLayout,
+        pages: list[LayerKV],
+        rope_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`token_ids` and `positions`, int64 [T] -> the hidden states after the last norm, [T, hidden_size].
 
         Every token's keys and values are written to `pages`, one LayerKV a layer, before its layer attends.
+        `rope_lengths`, int64 [T]: see `RotaryTable.of_tokens`; None where no token's is above the trained length.
         """
         config, eps = self.config, self.config.rms_norm_eps
         tokens = token_ids.shape[0]
-        cos, sin = self.rotary.upto(layout.max_context_len)
+        if rope_lengths is None:
+            cos, sin = self.rotary.upto(layout.max_context_len)
+        else:
+            cos, sin = self.rotary.of_tokens(positions, rope_lengths)
+            positions = torch.arange(tokens, device=positions.device)
 
         x, residual = self.embedding(token_ids), None
         if self.native_layers is not None:

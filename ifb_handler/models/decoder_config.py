@@ -30,7 +30,7 @@ class DecoderConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     dtype             of weights and KV pages: the checkpoint's own until `load_model` decides
-    max_model_len     positions that the model was trained for
+    max_model_len     positions that the model was trained for, times the factor where they are scaled dynamically
     sliding_windows   one per layer: how many positions back a query sees, itself included; None: all of them
     qkv_bias, output_bias, mlp_bias   which projections add a bias
     qk_norm           RMSNorm over each head of queries and keys before the rotation (Qwen3)
@@ -95,6 +95,7 @@ def config_from_huggingface(raw: Mapping[str, Any]) -> DecoderConfig:
     num_layers = _required_count(values, "num_hidden_layers")
     num_heads = _required_count(values, "num_attention_heads")
     hidden_size = _required_count(values, "hidden_size")
+    rope = _rope_from_huggingface(values)
     attention_bias = architecture != "mistral" and bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -105,9 +106,9 @@ def config_from_huggingface(raw: Mapping[str, Any]) -> DecoderConfig:
         num_kv_heads=values.get("num_key_value_heads") or (8 if architecture == "mistral" else num_heads),
         head_dim=values.get("head_dim") or hidden_size // num_heads,
         vocab_size=_required(values, "vocab_size"),
-        max_model_len=values["max_position_embeddings"],
+        max_model_len=_max_model_len(values, rope),
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope=_rope_from_huggingface(values),
+        rope=rope,
         sliding_windows=_sliding_windows(architecture, values, num_layers),
         qkv_bias=architecture == "qwen2" or attention_bias,
         output_bias=architecture != "qwen2" and attention_bias,
@@ -230,6 +231,9 @@ def _rope_from_huggingface(values: Mapping[str, Any]) -> RopeParameters:
     scaling: dict[str, Any] = {}
     if kind == "linear":
         scaling = {"factor": float(_required(rope, "factor"))}
+    elif kind == "dynamic":
+        trained = values["max_position_embeddings"]
+        scaling = {"factor": float(_required(rope, "factor")), "original_max_position_embeddings": trained}
     elif kind == "llama3":
         scaling = {key: float(_required(rope, key)) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         trained = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
@@ -237,6 +241,11 @@ def _rope_from_huggingface(values: Mapping[str, Any]) -> RopeParameters:
     elif kind == "yarn":
         scaling = _yarn_from_huggingface(rope, values)
     return RopeParameters(theta=10_000.0 if theta is None else float(theta), type=kind, **scaling)
+
+
+def _max_model_len(values: Mapping[str, Any], rope: RopeParameters) -> int:
+    trained = values["max_position_embeddings"]
+    return int(trained * rope.factor) if rope.type == "dynamic" else trained
 
 
 def _yarn_from_huggingface(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

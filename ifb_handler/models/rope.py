@@ -9,7 +9,7 @@ import torch
 
 from ifb_handler.models.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
 
@@ -24,7 +24,9 @@ class RopeParameters:
     type                 default; linear (every frequency divided by `factor`); llama3 (Llama 3.1: long wavelengths
                          divided by `factor`, short ones kept, those between interpolated); yarn (Peng et al. 2023:
                          the same, with the border where a channel turns `beta_slow` to `beta_fast` times over the
-                         trained context, and cosines and sines multiplied by `attention_factor`)
+                         trained context, and cosines and sines multiplied by `attention_factor`); dynamic (NTK-aware
+                         scaling: theta grows with the length of the sequence beyond the trained one, see
+                         `RotaryTable.of_tokens`)
     frequency_factors    divisors of each frequency, as a GGUF file states them in `rope_freqs.weight`; () for none
     """
 
@@ -104,10 +106,21 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
 
 
+def dynamic_frequencies(rope: RopeParameters, head_dim: int, lengths: torch.Tensor) -> torch.Tensor:
+    """Radians a position where sequences of `lengths` [N] are scaled dynamically: float32 [N, head_dim / 2]."""
+    trained = rope.original_max_position_embeddings
+    growth = rope.factor * lengths.clamp(min=trained).float() / trained - (rope.factor - 1)
+    theta = rope.theta * growth ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=lengths.device) / head_dim
+    return 1.0 / theta[:, None] ** exponents
+
+
 class RotaryTable:
     """cos and sin of position * frequency, float32 [rows, head_dim / 2] each, grown as contexts grow."""
 
     def __init__(self, rope: RopeParameters, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._rope = rope
+        self._head_dim = head_dim
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._max_positions = max_positions
         self._scale = rope.attention_factor
@@ -119,6 +132,15 @@ class RotaryTable:
         if positions > rows:
             self._tabulate(max(positions, min(2 * rows, self._max_positions)))
         return self._cos, self._sin
+
+    def of_tokens(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of each token at `positions` [T] of sequences of `lengths` [T], with dynamic scaling.
+
+        Hugging Face's `generate` turns all of a prompt by the prompt's length and each later token by the length at its
+        time, and keeps the keys: so a token's length is that of the prompt, or its position + 1 if that is more.
+        """
+        angles = positions[:, None].float() * dynamic_frequencies(self._rope, self._head_dim, lengths)
+        return angles.cos() * self._scale, angles.sin() * self._scale
 
     def _tabulate(self, rows: int) -> None:
         positions = torch.arange(rows, dtype=torch.float32, device=self._frequencies.device)
