@@ -14,12 +14,15 @@ from collections.abc import Callable
 import torch
 
 from ifb_kernels.bench import quickest_ms
+from ifb_kernels.grouped_linear import GroupedLinear, quantize_in_groups
 from ifb_kernels.int8_linear import Int8Linear
 from ifb_kernels.packed_linear import PackedLinear
 
 FORMS: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
     "float32": PackedLinear,
     "int8": Int8Linear,
+    "int8_weight_only": lambda weight: GroupedLinear(quantize_in_groups(weight, 8)),
+    "int4_weight_only": lambda weight: GroupedLinear(quantize_in_groups(weight, 4)),
 }
 
 

@@ -15,17 +15,20 @@ a row's result is the same bits whatever the other rows are and however the work
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_int64, c_void_p
 
 import torch
 
 from ifb_kernels import native
 from ifb_kernels.decoder_layers import NativeLinear
+from ifb_kernels.native_product import NativeProduct
 
 LARGEST_CODE = 127
 BLOCK = 64  # channels that are rotated together
 
-_VALUES_AT_A_TIME = 1 << 18  # quantized together: what packing takes beside the packed weight
+# Quantized together: what it takes beside the weight.
+_VALUES_AT_A_TIME = 1 << 18
 
 
 class _Int8Weights(ctypes.Structure):
@@ -39,28 +42,23 @@ class Int8Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """`weight` [out, in] in main memory, of any float dtype; `bias` [out]. Quantized copies are made."""
-        self.library = native.library()
-        self.out_features, self.in_features = weight.shape
+        library = native.library()
+        out_features = weight.shape[0]
         self.bias = None if bias is None else bias.float()
         codes, self.scales = quantize_weight(weight)
         self.packed = codes
-        if self.library is None:
+        self._product: NativeProduct | None = None
+        if library is None:
             return
         panel = ctypes.c_int()
-        self.library.ifb_linear_int8_panel(ctypes.byref(panel))
-        panels = -(-self.out_features // panel.value)
+        library.ifb_linear_panel(ctypes.byref(panel))
+        panels = -(-out_features // panel.value)
         self.packed = torch.empty(panels * panel.value, codes.shape[1], dtype=torch.int8)
-        self.library.ifb_linear_int8_pack(
-            self.packed.data_ptr(), codes.data_ptr(), self.out_features, codes.shape[1], torch.get_num_threads()
+        library.ifb_linear_int8_pack(
+            self.packed.data_ptr(), codes.data_ptr(), out_features, codes.shape[1], torch.get_num_threads()
         )
-        self._weights = _Int8Weights(
-            self.packed.data_ptr(),
-            self.scales.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            self.out_features,
-            self.in_features,
-        )
-        self._address = ctypes.addressof(self._weights)
+        addresses = [None if t is None else t.data_ptr() for t in (self.packed, self.scales, self.bias)]
+        self._product = NativeProduct(library.ifb_linear_int8, _Int8Weights(*addresses, *weight.shape), out_features)
 
     @property
     def num_bytes(self) -> int:
@@ -69,33 +67,28 @@ class Int8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        if self.library is None:
+        if self._product is None:
             return int8_linear_reference(wide, self.packed, self.scales, self.bias).to(x.dtype)
-        if wide.stride(1) != 1:
-            wide = wide.contiguous()
-        y = wide.new_empty(wide.shape[0], self.out_features)
-        threads = torch.get_num_threads()
-        self.library.ifb_linear_int8(
-            self._address, y.data_ptr(), wide.data_ptr(), wide.stride(0), wide.shape[0], threads
-        )
-        return y.to(x.dtype)
+        return self._product(wide).to(x.dtype)
 
     def native(self) -> NativeLinear | None:
         """For native callers, float32 in and out; valid while this object lives. None without the native library."""
-        if self.library is None:
-            return None
-        return NativeLinear(ctypes.cast(self.library.ifb_linear_int8, c_void_p).value, self._address)
+        return None if self._product is None else self._product.native()
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """R times each row of `x` [T, N] -> float32 [T, N rounded up to whole blocks]; channels beyond N count as zero."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK))
-    rotated, step = padded, 1
-    while step < BLOCK:
-        first, second = rotated.reshape(x.shape[0], padded.shape[1] // (2 * step), 2, step).unbind(2)
-        rotated = torch.stack((first + second, first - second), dim=2)
-        step *= 2
-    return rotated.view(padded.shape) * BLOCK**-0.5
+    padded = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % BLOCK))
+    return (padded.view(-1, BLOCK) @ _hadamard()).view(padded.shape).float()
+
+
+@functools.cache
+def _hadamard() -> torch.Tensor:
+    """Sylvester's matrix [BLOCK, BLOCK] of 1 and -1, times BLOCK^-1/2: symmetric and its own inverse."""
+    matrix = torch.full((1, 1), BLOCK**-0.5, dtype=torch.float64)
+    while matrix.shape[0] < BLOCK:
+        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
+    return matrix
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,9 +35,17 @@ _SOURCES = (
     "native_decoder_ops.cpp",
     "native_linear.cpp",
     "native_linear_int8.cpp",
+    "native_linear_grouped.cpp",
     "native_decoder.cpp",
 )
-_HEADERS = ("native_vector.h", "native_dot.h", "native_multiply.h", "native_softmax.h", "native_operations.h")
+_HEADERS = (
+    "native_vector.h",
+    "native_dot.h",
+    "native_linear.h",
+    "native_multiply.h",
+    "native_softmax.h",
+    "native_operations.h",
+)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _BUILD_TIMEOUT_SECONDS = 300
 
@@ -63,9 +71,9 @@ _SIGNATURES = {
     "ifb_linear_panel": (_POINTER,),
     "ifb_linear_pack": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT),
     "ifb_linear": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
-    "ifb_linear_int8_panel": (_POINTER,),
     "ifb_linear_int8_pack": (_POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_linear_int8": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
+    "ifb_linear_grouped": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_decoder_layers": (_POINTER, _POINTER),
     "ifb_silu_and_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT),
 }

@@ -1,23 +1,20 @@
 // The matrix product of a linear layer in 8-bit integers, y = (X W^T) * scales + b. Meaning: int8_linear.py.
 //
-// As in native_linear.cpp, W is cut into panels of kPanel outputs, here group of channels by group (native_dot.h), and
+// W is cut into panels as in native_linear.h, but group of channels by group of channels (native_dot.h), and
 // a step of the inner loop adds one group of a panel, times one of each of kRows rows of X, to sums held in registers.
 // The sums run over all channels and are exact; each row has its own scale: a row's result is the same bits whoever
 // its neighbours are.
 
-#include <algorithm>
 #include <vector>
 
 #include "native_dot.h"
+#include "native_linear.h"
 
 namespace ifb {
 namespace {
 
-constexpr int kVecs = 3, kPanel = kVecs * kLanes;  // outputs in a panel
-constexpr int kRows = kAccumulators / kVecs;       // rows of X taken together
 constexpr int kBlock = 64, kBlockVecs = kBlock / kLanes;  // channels that are rotated together
 constexpr float kBlockScale = 0.125f;              // kBlock^-1/2
-constexpr int kTasksPerThread = 4;
 constexpr int64_t kWorthThreads = 32768;           // values to quantize; fewer, and other threads wake in vain
 
 struct Int8Weights {
@@ -94,7 +91,7 @@ void quantize_row(const float* x, int64_t in, int64_t blocks, float* rotated, co
 
 // y[i][0 .. width) for `Count` rows from `first`.
 template <int Count>
-void multiply(const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups, const float* scales,
+void multiply_codes(const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups, const float* scales,
               const float* bias, float* y, int64_t y_stride, int width) {
   const Activation* codes = rows.codes + first * groups * kGroup;
   VecInt sums[Count][kVecs];
@@ -133,15 +130,15 @@ void multiply(const Rows& rows, int64_t first, const PackedCode* panel, int64_t 
 
 // The same for at most `Most` rows.
 template <int Most>
-void multiply_some(int count, const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups,
+void multiply_some_codes(int count, const Rows& rows, int64_t first, const PackedCode* panel, int64_t groups,
                    const float* scales, const float* bias, float* y, int64_t y_stride, int width) {
-  if (count == Most) return multiply<Most>(rows, first, panel, groups, scales, bias, y, y_stride, width);
+  if (count == Most) return multiply_codes<Most>(rows, first, panel, groups, scales, bias, y, y_stride, width);
   if constexpr (Most > 1)
-    multiply_some<Most - 1>(count, rows, first, panel, groups, scales, bias, y, y_stride, width);
+    multiply_some_codes<Most - 1>(count, rows, first, panel, groups, scales, bias, y, y_stride, width);
 }
 
 void linear(const Int8Weights& w, float* y, const float* x, int64_t x_stride, int64_t rows, int threads) {
-  const int64_t out = w.out, blocks_in = (w.in + kBlock - 1) / kBlock, groups = blocks_in * kBlock / kGroup;
+  const int64_t blocks_in = (w.in + kBlock - 1) / kBlock, groups = blocks_in * kBlock / kGroup;
   // A thread that calls keeps its room from call to call: new memory costs more to touch than it is worth.
   thread_local std::vector<Activation> codes;
   thread_local std::vector<float> scales;
@@ -157,22 +154,14 @@ void linear(const Int8Weights& w, float* y, const float* x, int64_t x_stride, in
     for (int64_t r = 0; r < rows; ++r) quantize_row(x + r * x_stride, w.in, blocks_in, rotated.data(), quantized, r);
   }
 
-  // A task is one panel and a chunk of the rows: all of them, unless the panels are too few to keep the threads busy.
-  const int64_t panels = (out + kPanel - 1) / kPanel, panel_size = groups * kPanel * kGroup;
-  const int64_t chunks_wanted = (threads * kTasksPerThread + panels - 1) / panels;
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  const int64_t chunk = threads == 1 ? rows : (blocks + chunks_wanted - 1) / chunks_wanted * kRows;
-  const int64_t chunks = chunk ? (rows + chunk - 1) / chunk : 0;
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < panels; ++p)
-    for (int64_t c = 0; c < chunks; ++c) {
-      const int width = int(std::min<int64_t>(kPanel, out - p * kPanel));
-      const int64_t end = std::min(rows, (c + 1) * chunk);
-      const PackedCode* panel = w.packed + p * panel_size;
-      for (int64_t r = c * chunk; r < end; r += kRows)
-        multiply_some<kRows>(int(std::min<int64_t>(kRows, end - r)), quantized, r, panel, groups, w.scales + p * kPanel,
-                             w.bias ? w.bias + p * kPanel : nullptr, y + r * out + p * kPanel, out, width);
-    }
+  for_each_task(rows, w.out, threads, [&](int64_t p, int64_t first, int64_t end) {
+    const int width = int(std::min<int64_t>(kPanel, w.out - p * kPanel));
+    const PackedCode* panel = w.packed + p * groups * kPanel * kGroup;
+    for (int64_t r = first; r < end; r += kRows)
+      multiply_some_codes<kRows>(int(std::min<int64_t>(kRows, end - r)), quantized, r, panel, groups,
+                                 w.scales + p * kPanel, w.bias ? w.bias + p * kPanel : nullptr,
+                                 y + r * w.out + p * kPanel, w.out, width);
+  });
 }
 
 // `in` is whole blocks.
@@ -193,9 +182,6 @@ void pack(PackedCode* packed, const int8_t* codes, int64_t out, int64_t in, int 
 }  // namespace ifb
 
 extern "C" {
-
-// Outputs in a panel, for whoever allocates `packed`.
-void ifb_linear_int8_panel(int* outputs) { *outputs = ifb::kPanel; }
 
 void ifb_linear_int8_pack(void* packed, const int8_t* codes, int64_t out, int64_t in, int threads) {
   ifb::pack(static_cast<ifb::PackedCode*>(packed), codes, out, in, threads);

@@ -13,6 +13,7 @@ import torch
 
 from ifb_kernels import native
 from ifb_kernels.decoder_layers import NativeLinear
+from ifb_kernels.native_product import NativeProduct
 
 
 class _PackedWeights(ctypes.Structure):
@@ -52,27 +53,21 @@ class PackedLinear:
             torch.get_num_threads(),
         )
 
-        self._weights = _PackedWeights(
+        weights = _PackedWeights(
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             self.out_features,
             self.in_features,
             native.DATA_TYPES[weight.dtype],
         )
-        self._address = ctypes.addressof(self._weights)
+        self._product = NativeProduct(library.ifb_linear, weights, self.out_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        if wide.stride(1) != 1:
-            wide = wide.contiguous()
-        y = wide.new_empty(wide.shape[0], self.out_features)
-        threads = torch.get_num_threads()
-        self.library.ifb_linear(self._address, y.data_ptr(), wide.data_ptr(), wide.stride(0), wide.shape[0], threads)
-        return y.to(self.packed.dtype)
+        return self._product(x.float()).to(self.packed.dtype)
 
     def native(self) -> NativeLinear:
         """For native callers, float32 in and out; valid while this object lives."""
-        return NativeLinear(ctypes.cast(self.library.ifb_linear, c_void_p).value, self._address)
+        return self._product.native()
 
 
 def can_pack(weight: torch.Tensor) -> bool:

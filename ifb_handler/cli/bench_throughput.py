@@ -29,7 +29,7 @@ def throughput(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in the running batch.")] = 32,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="int8; none by default.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int8_weight_only or int4_weight_only.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,

@@ -48,7 +48,7 @@ _MOST_GIB = 2**20
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": (None, "int8"),
+    "quantization": (None, "int8", "int8_weight_only", "int4_weight_only"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "attention_backend": ("auto", "triton", "cpu", "torch"),
     "batching": ("continuous", "static"),
@@ -69,9 +69,12 @@ class EngineConfig:
     tokenizer                  a tokenizer from elsewhere: folder, tokenizer.json or hub id; None: the model's own
     served_model_name          the name in answers; None: the model's own
     dtype                      auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's own on a GPU
-    quantization               None: weights in the dtype above. On a CPU also int8: all linear layers, the output
-                               projection included, multiply in 8-bit integers; a scale for each output channel and
-                               for each token
+    quantization               None: weights in the dtype above. On a CPU also
+                               int8: linear layers, the output projection included, multiply in 8-bit integers, with a
+                               scale for each output channel and each token;
+                               int8_weight_only, int4_weight_only: their weights are codes of 8 or 4 bits, a scale for
+                               32 of them (the output projection's always 8), and a GGUF file's own are kept as they
+                               are, where they are of no more bits; activations stay floats
     kv_cache_dtype             auto (the dtype above), int8 or fp8_e4m3: keys and values in 8 bits, a scale for each
                                token and head; about a quarter of float32's memory, half of bfloat16's
     device                     auto, cpu, cuda or cuda:N

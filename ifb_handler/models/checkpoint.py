@@ -8,6 +8,7 @@ import torch
 
 from ifb_handler.models.decoder_config import DecoderConfig
 from ifb_handler.models.embedding import Embedding
+from ifb_kernels.grouped_linear import GroupedWeight
 
 
 class Checkpoint(ABC):
@@ -30,3 +31,7 @@ class Checkpoint(ABC):
     @abstractmethod
     def embedding(self, name: str, dtype: torch.dtype) -> Embedding:
         """The table `name` [vocab_size, hidden_size] on the CPU as it is stored, with a lookup that yields `dtype`."""
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """The matrix `name` in the codes that it is stored in, where they are those of a GroupedWeight; else None."""
+        return None

@@ -20,6 +20,7 @@ from ifb_handler.models.checkpoint import Checkpoint
 from ifb_handler.models.decoder_config import config_from_gguf
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
+from ifb_kernels.grouped_linear import GROUP, GroupedWeight
 
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
@@ -104,8 +105,29 @@ class GGUFFile(Checkpoint):
             return
         stored = torch.empty(out.shape, dtype=out.dtype)
         self._copy(tensor, stored)
-        # llama.cpp turns neighbouring channels (2i, 2i + 1) where Hugging Face turns i and i + head_dim / 2.
-        out.copy_(stored.view(heads, -1, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape))
+        out.copy_(stored[_huggingface_order(out.shape[0], heads)])
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        from gguf.constants import GGMLQuantizationType as Type
+
+        tensor = self._tensors[name]
+        if tensor.type not in (Type.Q4_0, Type.Q4_1, Type.Q8_0) or len(tensor.shape) != 2:
+            return None
+        with self._path.open("rb") as file:
+            raw = _read_rows(file, tensor, 0, tensor.shape[0])
+        blocks = raw.view(tensor.shape[0], tensor.shape[1] // GROUP, -1)
+        scales, codes, minimums = _halves(blocks[..., :2]), blocks[..., 2:], None
+        if tensor.type == Type.Q8_0:
+            codes = codes.view(torch.int8)
+        else:
+            if tensor.type == Type.Q4_1:
+                minimums, codes = _halves(codes[..., :2]), codes[..., 2:]
+            else:
+                minimums = -8 * scales
+            codes = torch.cat((codes & 15, codes >> 4), dim=2)
+        weight = GroupedWeight(codes.flatten(1), scales, minimums, tensor.shape[1])
+        heads = self._permuted_heads(name)
+        return weight.rows(_huggingface_order(tensor.shape[0], heads)) if heads else weight
 
     def embedding(self, name: str, dtype: torch.dtype) -> Embedding:
         tensor = self._tensors[name]
@@ -132,6 +154,17 @@ class GGUFFile(Checkpoint):
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 flat[start:stop] = _widen(_read_rows(file, tensor, start, stop), tensor)
+
+
+def _huggingface_order(rows: int, heads: int) -> torch.Tensor:
+    """Where each row of a tensor is stored: llama.cpp turns neighbouring channels (2i, 2i + 1) of a head where Hugging
+    Face turns i and i + head_dim / 2."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 2] as float16 [...]."""
+    return pairs.contiguous().view(torch.float16).squeeze(-1)
 
 
 def _widen(rows: torch.Tensor, tensor: _Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 On a CPU a weight is packed once and the plain copy dropped: into our own panels where the native library was built
 (`ifb_kernels.packed_linear`), into oneDNN's blocks where it was not and for bfloat16 where the processor has
-instructions for it. A quantized weight lies in panels of codes. Elsewhere torch's `F.linear` multiplies as it likes.
+instructions for it. Quantized weights are panels of codes. Elsewhere torch's `F.linear` multiplies as it likes.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ import torch
 import torch.nn.functional as F
 
 from ifb_kernels.decoder_layers import NativeLinear
+from ifb_kernels.grouped_linear import GroupedLinear, GroupedWeight, quantize_in_groups
 from ifb_kernels.int8_linear import Int8Linear
 from ifb_kernels.packed_linear import PackedLinear, can_pack
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
-QUANTIZATIONS = {"int8": Int8Linear}
+QUANTIZATIONS = ("int8", "int8_weight_only", "int4_weight_only")
+WEIGHT_ONLY_BITS = {"int8_weight_only": 8, "int4_weight_only": 4}
 
 
 class Linear:
     """y = x W^T + b for x [T, in] -> [T, out], in the weight's dtype. `weight` is None once it is packed."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> None:
-        """`weight` [out, in] and `bias` [out] on one device; with `quantization`, one of QUANTIZATIONS, on a CPU."""
-        values = weight.numel() + (0 if bias is None else bias.numel())
-        self.num_bytes = values * weight.element_size()
+    def __init__(
+        self, weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None = None, quantization: str | None = None
+    ) -> None:
+        """`weight` [out, in] and `bias` [out] on one device: a CPU where the weight is quantized.
+
+        It is where it comes in groups, and else by `quantization`, one of QUANTIZATIONS.
+        """
         self.weight: torch.Tensor | None = None
         self._multiply: Multiply
-        if quantization is not None:
-            self._multiply = QUANTIZATIONS[quantization](weight, bias)
-            self.num_bytes = self._multiply.num_bytes
-        elif _suits_onednn(weight):
+        if isinstance(weight, GroupedWeight) or quantization is not None:
+            quantized = _quantized(weight, bias, quantization)
+            self._multiply, self.num_bytes = quantized, quantized.num_bytes
+            return
+        values = weight.numel() + (0 if bias is None else bias.numel())
+        self.num_bytes = values * weight.element_size()
+        if _suits_onednn(weight):
             self._multiply = _OneDNNLinear(weight, bias)
         elif can_pack(weight):
             self._multiply = PackedLinear(weight, bias)
@@ -48,7 +56,18 @@ class Linear:
 
     def native(self) -> NativeLinear | None:
         """For native callers, float32 in and out; None where native code cannot multiply by this weight."""
-        return self._multiply.native() if isinstance(self._multiply, (PackedLinear, Int8Linear)) else None
+        kinds = (PackedLinear, Int8Linear, GroupedLinear)
+        return self._multiply.native() if isinstance(self._multiply, kinds) else None
+
+
+def _quantized(
+    weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None, quantization: str | None
+) -> Int8Linear | GroupedLinear:
+    if isinstance(weight, GroupedWeight):
+        return GroupedLinear(weight, bias)
+    if quantization in WEIGHT_ONLY_BITS:
+        return GroupedLinear(quantize_in_groups(weight, WEIGHT_ONLY_BITS[quantization]), bias)
+    return Int8Linear(weight, bias)
 
 
 def packs(weight: torch.Tensor, quantization: str | None = None) -> bool:

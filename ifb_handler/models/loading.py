@@ -13,11 +13,12 @@ from ifb_handler.models.decoder import Decoder, DecoderLayer
 from ifb_handler.models.decoder_config import DTYPES, DecoderConfig, as_token_ids
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
-from ifb_handler.models.linear import Linear, packs
+from ifb_handler.models.linear import WEIGHT_ONLY_BITS, Linear, packs
 from ifb_handler.models.memory import release_freed_memory
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
 from ifb_kernels.backend import AttentionBackend
+from ifb_kernels.grouped_linear import GroupedWeight, concatenated
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class _Loader:
     def build(self, backend: AttentionBackend) -> Decoder:
         config = self._config
         self._step(0)
-        output = self._linear("lm_head" if not config.tied_embeddings else "model.embed_tokens", config.vocab_size)
+        output = self._output()
         embedding = self._embedding(output)
         self._scratch = self._empty(0, 1)  # the output projection's is far larger than any layer needs
         layers = [self._layer(index) for index in range(config.num_layers)]
@@ -155,20 +156,46 @@ class _Loader:
 
     def _fused(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
         """One linear whose outputs are those of `parts` (name: out features), one after another."""
-        weight = self._weight_to_fill(sum(parts.values()), in_features)
-        biases = self._empty(sum(parts.values())) if bias else None
-        start = 0
-        for name, out_features in parts.items():
-            self._read(f"{name}.weight", weight[start : start + out_features])
-            if biases is not None:
-                self._read(f"{name}.bias", biases[start : start + out_features])
-            start += out_features
-        linear = Linear(weight, biases, self._quantization)
+        return self._linear(parts, in_features, bias, self._quantization)
+
+    def _output(self) -> Linear:
+        """The projection to the vocabulary. It decides what is said: 8 bits where the others take 4 cost little."""
+        config = self._config
+        name = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        quantization = "int8_weight_only" if self._quantization == "int4_weight_only" else self._quantization
+        return self._linear({name: config.vocab_size}, config.hidden_size, False, quantization)
+
+    def _linear(self, parts: dict[str, int], in_features: int, bias: bool, quantization: str | None) -> Linear:
+        out_features = sum(parts.values())
+        biases = self._filled(parts, "bias", self._empty(out_features)) if bias else None
+        weight: torch.Tensor | GroupedWeight | None = self._grouped(parts, in_features, quantization)
+        if weight is None:
+            weight = self._filled(parts, "weight", self._weight_to_fill(out_features, in_features))
+        linear = Linear(weight, biases, quantization)
         self.weight_bytes += linear.num_bytes
         return linear
 
-    def _linear(self, name: str, out_features: int) -> Linear:
-        return self._fused({name: out_features}, self._config.hidden_size, bias=False)
+    def _filled(self, parts: dict[str, int], kind: str, room: torch.Tensor) -> torch.Tensor:
+        """`room` with the weights or biases of `parts`, one after another."""
+        for name, part in zip(parts, room.split(list(parts.values())), strict=True):
+            self._read(f"{name}.{kind}", part)
+        return room
+
+    def _grouped(self, parts: dict[str, int], in_features: int, quantization: str | None) -> GroupedWeight | None:
+        """The checkpoint's own codes, where they are of no more bits than `quantization` asks for."""
+        bits = WEIGHT_ONLY_BITS.get(quantization or "")
+        if bits is None:
+            return None
+        weights = []
+        for name, out_features in parts.items():
+            weight = self._checkpoint.grouped(f"{name}.weight")
+            if weight is None or weight.bits > bits or (weights and weight.bits != weights[0].bits):
+                return None
+            if (weight.out_features, weight.in_features) != (out_features, in_features):
+                return None  # and `read` says so
+            weights.append(weight)
+        self._step(len(parts))
+        return concatenated(weights)
 
     def _embedding(self, output: Linear) -> Embedding:
         """The output projection's own memory where it is tied and not packed; else a table in its stored form."""
