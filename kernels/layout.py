@@ -73,7 +73,11 @@ def zero_pages(
     """Pages of `num_layers` layers, all zeros; quantized ones (int8, float8_e4m3fn) with their scales."""
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        return (
+            _zeros_in_large_pages(shape, dtype)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
+        )
 
     def layer() -> LayerKV:
         keys, values = zeros(key_shape, stored_dtype(dtype)), zeros(value_shape, stored_dtype(dtype))
@@ -91,13 +95,14 @@ def heads_together(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.contiguous()
 
 
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU whose memory the system hands out as it is first written: a pool costs what has been used of it.
+def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, in memory that is the process's from now on: no step waits for the system to hand it out.
 
-    `torch.zeros` writes every page at once; numpy asks for memory that the system promises to be zero.
+    numpy asks the system for large pages, which torch does not: attention walks all over the pool, and with small ones
+    it would miss the processor's table of addresses at every page.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     # numpy's own start lies 16 bytes into a line, so that every vector a kernel loads would straddle two.
     memory = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(memory[start : start + num_bytes]).zero_().view(dtype).view(shape)

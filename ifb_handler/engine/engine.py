@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ifb_handler.engine.answers import Answers, joined, sequence_params, sequence_seed
@@ -59,7 +59,10 @@ class Engine:
         tokenizer = load_tokenizer(files, config.tokenizer)
         if config.speculative_model is not None:
             check_vocabulary(tokenizer, resolve(config.speculative_model, progress=progress))
-        executor = ModelExecutor(config, files, progress=progress)
+        # In a thread that ends: OpenMP counts a thread's workers for as long as it lives, and hardly spins once there
+        # are more of them than cores.
+        with ThreadPoolExecutor(1, "ifb-load") as loading:
+            executor = loading.submit(ModelExecutor, config, files, progress=progress).result()
         self._start(config, executor, tokenizer, config.served_model_name or executor.model.name)
 
     @classmethod
