@@ -13,6 +13,7 @@ import torch
 from greedy_oracle import load_folder
 from tiny_llama import write_tiny_llama
 
+from ifb_handler.engine import bad_words
 from ifb_handler.engine.engine import Engine
 from ifb_handler.engine.errors import RequestError
 from ifb_handler.engine.outputs import FinishReason
@@ -125,3 +126,21 @@ def test_a_request_that_forbids_every_token_ends_alone_and_says_why(engine: Engi
     assert failed.finish_reason is FinishReason.ERROR
     assert "no token" in failed.error
     assert fine.finish_reason is FinishReason.LENGTH
+
+
+def test_bad_words_are_tokenized_once_for_all_prompts_that_come_with_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def counting(words: Any, tokenizer: Any) -> Any:
+        calls.append(words)
+        return bad_words.tokenize(words, tokenizer)
+
+    monkeypatch.setattr("ifb_handler.engine.engine.tokenize", counting)
+    with Engine(str(folder)) as engine:
+        usual = SamplingParams(temperature=0.0, max_tokens=3, bad_words=["fox", "dog"])
+        engine.generate(["the quick"] * 9, [dataclasses.replace(usual, max_tokens=1 + i) for i in range(9)])
+        assert calls == [("fox", "dog")]
+        engine.generate(["the quick"], dataclasses.replace(usual, bad_words=["cat"]))
+        assert calls == [("fox", "dog"), ("cat",)]

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 from ifb_handler.engine.answers import Answers, joined, sequence_params, sequence_seed
@@ -81,6 +82,8 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
+        # The prompts of one request come one by one, each with the same words.
+        self._tokenized = lru_cache(1)(lambda words: tokenize(words, tokenizer))
         self.model_name = model_name
         self.vocab_size = executor.vocab_size
         self.eos_token_ids = executor.eos_token_ids
@@ -126,7 +129,7 @@ class Engine:
         limit = self._check_request(request)
         params = sequence_params(request.params)
         if params.bad_words:
-            params = dataclasses.replace(params, bad_words=tokenize(params.bad_words, self.tokenizer))
+            params = dataclasses.replace(params, bad_words=self._tokenized(params.bad_words))
         grammar = None if params.structured is None else self._grammars.get(params.structured)
         texts = [
             OutputAssembler(
