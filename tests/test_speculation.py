@@ -300,6 +300,7 @@ def test_a_repeating_answer_takes_fewer_steps_by_default_rules() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=120)
     core = make_core(Repeating(200), speculative_method="ngram")
     assert isinstance(core.speculator.proposer, NgramProposer)
+    core.speculator.observe = lambda num_tokens, _: core.speculator._step_time.observe(num_tokens, 1.0)
     outputs, _ = run(core, make_request("0", PROMPT, params))
     assert tokens(outputs["0"]) == [i % 6 for i in range(3, 123)]
     assert core.stats().spec_decode_num_accepted_tokens > 40

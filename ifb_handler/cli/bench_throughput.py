@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
 import sys
@@ -15,6 +14,7 @@ import typer
 from ifb_handler.cli.bench_figures import percentile
 from ifb_handler.cli.bench_table import show
 from ifb_handler.cli.errors import UsageError
+from ifb_handler.cli.options import Settings, choose_model
 from ifb_handler.cli.workloads import OFFLINE, WORKLOADS, Job
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def throughput(
     quantization: Annotated[str | None, typer.Option(help="int8, int8_weight_only or int4_weight_only.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
+    settings: Settings = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Run a workload offline, all requests at once, greedy and with end-of-sequence ignored, on the engine alone."""
@@ -40,8 +41,14 @@ def throughput(
     if workload not in OFFLINE:
         raise UsageError(f"--workload: {workload!r} is not one of {', '.join(OFFLINE)}")
     jobs = WORKLOADS[workload].make(num_requests, seed)
-    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    with Engine(model, dtype=dtype, quantization=quantization, **options) as engine:
+    named = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "dtype": dtype,
+        "quantization": quantization,
+    }
+    choice = choose_model(model, settings, **named)
+    with Engine(choice.model, **choice.options) as engine:
         warm = Job(jobs[0].prompt_token_ids[:16], 4)
         _run(engine, [warm], "warm-up")
         measured = sorted((_run(engine, jobs, f"run {i}") for i in range(runs)), key=lambda r: r["output_tokens_per_s"])
@@ -76,7 +83,9 @@ def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=job.num_output_tokens, ignore_eos=True)
         prompt = [token % engine.vocab_size for token in job.prompt_token_ids]
         engine.submit(GenerationRequest(f"bench-{i}", prompt, params, cache_salt=salt), mailbox)
-    arrivals: dict[str, list[float]] = {}
+    before = engine.stats()
+    between: list[float] = []
+    heard: dict[str, float] = {}
     last: dict[str, RequestOutput] = {}
     records: dict[int, StepRecord] = {}
     num_live = len(jobs)
@@ -84,7 +93,10 @@ def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
         for output in mailbox.collect():
             if output.error is not None:
                 raise RuntimeError(f"{output.request_id}: {output.error}")
-            arrivals.setdefault(output.request_id, []).append(time.monotonic())
+            now, count = time.monotonic(), len(output.token_ids)
+            if output.request_id in heard:  # tokens that come together share the time since the last
+                between += [(now - heard[output.request_id]) / count] * count
+            heard[output.request_id] = now
             last[output.request_id] = output
             num_live -= output.finished
         new = engine.steps(after=max(records, default=last_step))
@@ -95,7 +107,7 @@ def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
             raise RuntimeError(f"bench-{i}: {last[f'bench-{i}']} is not whole")
     tokens = sum(job.num_output_tokens for job in jobs)
     first = [output.times.first_token - output.times.arrived for output in last.values()]
-    between = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
+    after = engine.stats()
     return {
         "seconds": seconds,
         "prompt_tokens": sum(len(job.prompt_token_ids) for job in jobs),
@@ -103,6 +115,8 @@ def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
         "output_tokens_per_s": tokens / seconds,
         "ttft_s": _percentiles(first),
         "itl_s": _percentiles(between),
+        "draft_tokens": after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
+        "accepted_tokens": after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens,
         "steps": _steps(list(records.values())),
     }
 
@@ -149,6 +163,7 @@ def _print(figures: dict[str, Any]) -> None:
         ("inter-token latency p50 / p99", f"{itl['p50'] * 1e3:.0f} / {itl['p99'] * 1e3:.0f} ms"),
         ("steps, mean rows", f"{steps['count']}, {steps['mean_rows']:.1f}"),
         *((f"  step: {name}", f"{share:.1%}") for name, share in sorted(steps["share"].items(), key=lambda i: -i[1])),
+        ("draft tokens, accepted", f"{figures['draft_tokens']}, {figures['accepted_tokens']}"),
         ("peak memory", f"{memory['peak_mib']:.0f} MiB"),
         ("  weights, pool", f"{memory['weights_mib']:.0f}, {memory['pool_mib']:.0f} MiB"),
     ]
