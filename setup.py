@@ -25,6 +25,7 @@ setup(
     package_dir={"ifb_kernels": "kernels", "ifb_handler.config": "config"},
     package_data={
         "ifb_kernels": ["*.cpp", "*.h"],
+        "ifb_handler.cli": ["*.txt"],
         "ifb_handler.config": ["*.yaml", "*.properties", "*.xml", "*.txt"],
     },
     install_requires=[

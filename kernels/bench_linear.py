@@ -1,7 +1,8 @@
 """Times a model's linear layers by the form of their weights: `python -m ifb_kernels.bench_linear` prints JSON.
 
 Milliseconds of all the matrix products of a step, by rows in it. The weights of each form are as many and as large as
-the model's, so that they come from memory as in a step. SmolLM2-135M's by default.
+SmolLM2-135M's, so that they come from memory as in a step. Each product allocates its result, and the output projection
+is taken for every row: at 256 rows a step, which does neither, is a quarter quicker.
 """
 
 from __future__ import annotations

@@ -10,6 +10,13 @@ of a decoder's activations have far more of than the others, it spreads over 64,
 
 Codes are integers from -127 to 127, the largest magnitude of a channel or row at 127. The sums are integers, so exact:
 a row's result is the same bits whatever the other rows are and however the work is shared out.
+
+SmolLM2-135M's perplexity on the text of `ifb bench perplexity` is 21.520 in float32 and 21.614 (+0.44 %) so; without
+the rotation it would be 21.963 (+2.1 %), with calibrated factors in the norms' weights in its place (Xiao et al.,
+SmoothQuant, 2023) 21.71 (+0.9 %). 96 % of the greedy tokens are float32's.
+
+All products of a step on two cores with VNNI (Zen 4), in milliseconds: 6.6 at one row, 14.4 at 32 and 24.9 at 64, where
+`packed_linear.py` takes 22, 49 and 90: 83 % of what VNNI can at 64 rows.
 """
 
 from __future__ import annotations

@@ -230,3 +230,17 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile(range(100), 0.99) == 99
     assert percentile(range(101), 0.5) == 50
     assert percentile([], 0.5) == 0.0
+
+
+def test_perplexity_is_that_of_the_text_and_float32_agrees_with_itself(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("one two three four five six seven " * 8)
+    arguments = ["--model", str(model), "--dtype", "float32", "--text", str(text)]
+    same = bench("perplexity", tmp_path / "same.json", *arguments)
+    assert same["perplexity"] == pytest.approx(same["float32_perplexity"], rel=1e-6)
+    assert same["greedy_tokens_equal"] == 1
+    assert same["tokens"] > 10
+    int8 = bench("perplexity", tmp_path / "int8.json", *arguments, "--quantization", "int8")
+    assert int8["float32_perplexity"] == pytest.approx(same["perplexity"], rel=1e-6)
+    assert int8["perplexity"] == pytest.approx(same["perplexity"], rel=0.05)
+    assert int8["weight_mib"] < same["weight_mib"]

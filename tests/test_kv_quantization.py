@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ragged import RaggedRunner
 from test_kv_cache_write import as_reference
 from test_paged_attention import ROWS, TOLERANCE, attend_in_chunks
 
+from ifb_handler.cli.bench_perplexity import TEXT
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.engine import Engine
 from ifb_handler.engine.model_executor import ModelExecutor
@@ -27,7 +27,6 @@ from ifb_kernels.synthetic import SyntheticBatch, of_every_magnitude, synthetic_
 
 CPU = torch.device("cpu")
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
-TEXT = Path(__file__).with_name("harbour.txt")
 
 
 @pytest.mark.parametrize("codes_dtype", [torch.int8, torch.uint8])

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from ragged import RaggedRunner
-from test_kv_quantization import TEXT, perplexity
+from test_kv_quantization import perplexity
 from test_models_oracle import CPU, make_checkpoint, sequences
 
+from ifb_handler.cli.bench_perplexity import TEXT
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.engine import Engine
 from ifb_handler.engine.errors import ConfigError

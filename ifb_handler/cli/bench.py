@@ -15,11 +15,12 @@ class _Benchmarks(TyperGroup):
         from ifb_handler.cli.bench_capacity import capacity
         from ifb_handler.cli.bench_compare import compare
         from ifb_handler.cli.bench_peers import peers
+        from ifb_handler.cli.bench_perplexity import perplexity
         from ifb_handler.cli.bench_scheduler import scheduler
         from ifb_handler.cli.bench_throughput import throughput
 
         commands = typer.Typer()
-        for command in (throughput, compare, capacity, scheduler, peers):
+        for command in (throughput, compare, capacity, scheduler, peers, perplexity):
             commands.command()(command)
         return typer.main.get_group(commands)
 
@@ -32,7 +33,7 @@ class _Benchmarks(TyperGroup):
 
 app = typer.Typer(
     cls=_Benchmarks,
-    help="Measure the engine: throughput, latency, capacity, and one way of batching against another.",
+    help="Measure the engine: throughput, latency, capacity, one way of batching against another, quality.",
     no_args_is_help=True,
 )
 
