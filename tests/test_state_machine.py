@@ -230,5 +230,5 @@ class Engine(RuleBasedStateMachine):
                 assert (self.answers[request_id], self.beams[request_id]) == (answer, beams)
 
 
-Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+Engine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 TestAnyCommandsInAnyMode = Engine.TestCase
