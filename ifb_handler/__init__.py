@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 # libgomp's threads wait for one another by spinning. A few hundred microseconds bridge the gaps between a step's
 # operations (a thread that sleeps takes some fifty to wake); libgomp's own milliseconds would make a step many times
-# slower where the frontend or a client wants the same cores. Without the policy it hardly spins at all once more than
-# one thread of the process has used it. It reads both once, when torch is imported.
+# slower where the frontend or a client wants the same cores. libgomp reads this once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-os.environ.setdefault("OMP_WAIT_POLICY", "active")
 
 if TYPE_CHECKING:
     from ifb_handler.engine.engine import Engine

@@ -19,7 +19,8 @@ OURS = "ours"
 # Engine options of ours by the word in a subject's name: `ours-int8`, `ours-int8-http`.
 VARIANTS: dict[str, dict[str, object]] = {
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"quantization": "int8"},
+    # As OpenVINO does, which keeps 8-bit keys and values, too.
+    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int8-weights": {"quantization": "int8_weight_only"},
     "int4-weights": {"quantization": "int4_weight_only"},
 }
@@ -117,10 +118,11 @@ class Subject:
         return [str(python), str(folder / self.peer.script)]
 
     def environment(self, venvs: Path) -> dict[str, str]:
-        """Ours inherits everything; a peer nothing that could lead Python out of its own environment."""
+        """Ours inherits everything; a peer nothing that leads Python out of its own environment or was set for ours."""
         if self.peer is None:
             return dict(os.environ)
-        environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        ours = ("PYTHONPATH", "VIRTUAL_ENV", "GOMP_SPINCOUNT")
+        environ = {name: value for name, value in os.environ.items() if name not in ours}
         if self.peer.preload is not None:
             found = next((venvs / self.peer.venv).rglob(self.peer.preload), None)
             if found is not None:

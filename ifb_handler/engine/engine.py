@@ -102,6 +102,7 @@ class Engine:
         self._num_arrived = 0
         self._accepting = True
         self._stopping = False
+        self._unpublished: StepResult | None = None
         self._observe()
         self._records: deque[StepRecord] = deque(maxlen=STEP_RECORDS)
         self._thread = threading.Thread(target=self._run, name="ifb-engine", daemon=True)
@@ -281,7 +282,7 @@ class Engine:
             while not self._stopping:
                 schedule = self._take_in()
                 if schedule is not None:
-                    self._publish(self._core.run(schedule))
+                    self._unpublished = self._core.run(schedule)
         except Exception as failure:
             logger.exception("the engine thread died")
             error = f"the engine failed: {failure}"
@@ -289,8 +290,14 @@ class Engine:
             self._end_all(error)
 
     def _take_in(self) -> Schedule | None:
-        """Between two steps: wait for work, take the new requests, end the cancelled ones, and decide the next step."""
+        """Between two steps: wait for work, take the new requests, end the cancelled ones, and decide the next step.
+
+        What the last step has brought is told only then: whoever hears it wants the interpreter, which this thread
+        needs until the next step's arithmetic has begun.
+        """
         with self._changed:
+            if self._cancelled or not self._core.has_work:
+                self._publish()
             self._changed.wait_for(
                 lambda: self._core.has_work or self._submitted or self._cancelled or self._checks or self._stopping
             )
@@ -308,6 +315,7 @@ class Engine:
             self._checks.clear()
             schedule = None if self._stopping else self._core.schedule()
             self._observe()
+            self._publish()
             return schedule
 
     def _abort(self, sequence_ids: Iterable[str]) -> None:
@@ -319,8 +327,10 @@ class Engine:
         self._stats = self._core.stats()
         self._num_free_rows = self._core.scheduler.num_free_rows
 
-    def _publish(self, result: StepResult) -> None:
-        with self._changed:
+    def _publish(self) -> None:
+        """Tell what the last step has brought, if it has not been told yet. Called with the lock held."""
+        result, self._unpublished = self._unpublished, None
+        if result is not None:
             self._records.append(result.record)
             self._observe()
             self._deliver(result.outputs)
@@ -349,6 +359,7 @@ class Engine:
     def _end_all(self, error: str | None) -> None:
         """The last thing the thread does: no consumer is left waiting."""
         with self._changed:
+            self._publish()
             self._accepting = False
             if error is None:
                 self._abort(self._core.requests)
