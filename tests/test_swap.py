@@ -8,6 +8,7 @@ from test_engine_invariants import queue
 
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore
+from ifb_handler.engine.request import Request
 from ifb_handler.engine.swap_space import SwapSpace
 
 BLOCK_SIZE = 4
@@ -68,6 +69,46 @@ def test_a_swapped_request_that_is_cancelled_gives_its_host_pages_back() -> None
     core.check()
     core.schedule()
     core.scheduler.swap.check([])
+
+
+def test_a_page_is_copied_before_one_that_comes_back_from_host_memory_takes_its_place() -> None:
+    """The page that a prompt begins like is the prefix cache's, and another's before the step is over."""
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=4,
+        scheduling_policy="priority",
+        swap_space=30 / 1024,
+        preemption_mode="swap",
+    )
+    core = EngineCore(RecallExecutor(9, BLOCK_SIZE), config)
+
+    def start(request_id: str, prompt: list[int], max_tokens: int, priority: int, num_steps: int) -> Request:
+        queue(core, request_id, prompt, max_tokens)
+        request = core.requests[request_id]
+        request.priority = priority
+        for _ in range(num_steps):
+            core.step()
+            core.check()
+        return request
+
+    swapped = start("0", [2] * 5, 12, priority=1, num_steps=2)
+    known = start("1", [3] * 5, 12, priority=0, num_steps=2)
+    start("2", [4] * 4, 12, priority=0, num_steps=0)
+    while not swapped.swapped:
+        core.step()
+        core.check()
+    prompt = [*known.tokens[: known.num_computed // BLOCK_SIZE * BLOCK_SIZE - 1], 88]
+    core.abort("1")
+    core.abort("2")
+    start("3", prompt, 4, priority=-1, num_steps=0)
+    schedule = core.schedule()
+    assert schedule is not None
+    assert {source for source, _ in schedule.copies} & {target for _, target in schedule.swap_in}
+    answers = [token for output in core.run(schedule).outputs if output.request_id == "3" for token in output.token_ids]
+    while "3" in core.requests:
+        answers += [token for o in core.step().outputs if o.request_id == "3" for token in o.token_ids]
+        core.check()
+    assert answers == expected_answer(prompt, 4)
 
 
 @pytest.mark.parametrize(("seconds_per_page", "worth_it"), [(1e-4, True), (1e-1, False)])

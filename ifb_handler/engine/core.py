@@ -224,17 +224,20 @@ class EngineCore:
         return StepResult(outputs, record)
 
     def _move_pages(self, schedule: Schedule) -> None:
-        if schedule.swap_out or schedule.swap_in:
-            started = time.perf_counter()
-            if schedule.swap_out:
-                self.executor.swap_out(schedule.swap_out)
-            if schedule.swap_in:
-                self.executor.swap_in(schedule.swap_in)
-            num_pages = len(schedule.swap_out) + len(schedule.swap_in)
-            self.num_swapped_pages += num_pages
-            self.scheduler.swap.measured(time.perf_counter() - started, num_pages=num_pages)
+        """A page that is copied may be another's by the end of the step: it is read before anything comes in."""
+        started = time.perf_counter()
+        if schedule.swap_out:
+            self.executor.swap_out(schedule.swap_out)
+        swapped_out = time.perf_counter()
         if schedule.copies:
             self.executor.copy_pages(schedule.copies)
+        copied = time.perf_counter()
+        if schedule.swap_in:
+            self.executor.swap_in(schedule.swap_in)
+        if num_pages := len(schedule.swap_out) + len(schedule.swap_in):
+            self.num_swapped_pages += num_pages
+            seconds = swapped_out - started + time.perf_counter() - copied
+            self.scheduler.swap.measured(seconds, num_pages=num_pages)
 
     def _sample(
         self, batch: Batch, logits: torch.Tensor, masks: Filling | None

@@ -31,9 +31,9 @@ class Schedule:
     admitted      who came in from the queue
     preempted     who was sent back to it
     forked        rows that go on in a slot of their own from what another row has computed
-    swap_out, swap_in, copies    pages to move before all else, in this order, each (from, to): a preempted request's to
-                  host memory; from there those of one that comes back; copy-on-write of one whose beginning is known
-                  or shared
+    swap_out, copies, swap_in    pages to move before all else, in this order, each (from, to): a preempted request's to
+                  host memory; copy-on-write of one whose beginning is known or shared; from host memory those of a
+                  request that comes back
     seconds       what it took to decide
     """
 
@@ -43,8 +43,8 @@ class Schedule:
     preempted: list[Request] = field(default_factory=list)
     forked: list[Request] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -225,7 +225,7 @@ class Scheduler:
             step.admitted.remove(victim)
         elif victim.may_swap:
             self._swap_out(victim, step)
-        self._forget_copies(victim, step)
+        self._forget_moves(victim, step)
         self._release(victim)
         victim.lose_pages()
         bisect.insort(self.waiting, victim, key=lambda r: r.arrival)
@@ -238,12 +238,13 @@ class Scheduler:
             victim.num_swapped = victim.num_computed
             step.swap_out += zip(self.pool.tables[victim.slot, first:end].tolist(), victim.swapped, strict=True)
 
-    def _forget_copies(self, victim: Request, step: Schedule) -> None:
+    def _forget_moves(self, victim: Request, step: Schedule) -> None:
         """The pages that were to be filled for it may be another's by the end of this step."""
         step.forked = [row for row in step.forked if row.owner is not victim]
-        if step.copies:
+        if step.copies or step.swap_in:
             pages = {page for row in victim.rows for page in self.pool.pages_of(row.slot).tolist()}
             step.copies = [(source, target) for source, target in step.copies if target not in pages]
+            step.swap_in = [(source, target) for source, target in step.swap_in if target not in pages]
 
     def _admit(self, request: Request, known: Prefix, step: Schedule) -> bool:
         """Start a request if pages for all its tokens are available: a prefill does not run out of pages midway.
