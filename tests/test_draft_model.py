@@ -176,6 +176,18 @@ def test_a_draft_model_of_other_words_is_refused_by_one_of_them(tmp_path: Path) 
         Engine(str(model), **options)
 
 
+def test_a_draft_model_that_is_not_there_or_cannot_be_read_is_named_as_that(tmp_path: Path) -> None:
+    model, broken = tmp_path / "model", tmp_path / "broken"
+    for folder in (model, broken):
+        folder.mkdir()
+        write_tiny_llama(folder)
+    (broken / "config.json").write_text("{")
+    for draft in (tmp_path / "nowhere", broken):
+        options = {"speculative_method": "draft_model", "speculative_model": str(draft), "num_gpu_blocks_override": 64}
+        with pytest.raises(ConfigError, match=r"^speculative_model: "):
+            Engine(str(model), **options)
+
+
 def told(output: RequestOutput) -> tuple[Any, ...]:
     return output.text, output.token_ids, output.finish_reason, output.stop_reason, output.logprobs
 

@@ -23,7 +23,9 @@ from ifb_handler.engine.proposer import Proposer
 from ifb_handler.engine.request import Request, RequestState
 from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
 from ifb_handler.models.errors import ModelError
-from ifb_handler.models.source import ModelFiles
+from ifb_handler.models.loading import open_checkpoint
+from ifb_handler.models.progress import Progress
+from ifb_handler.models.source import ModelFiles, resolve
 from ifb_handler.models.tokenizer import load_tokenizer
 
 # Weight of the past in the running mean of what a round takes, and what becomes of it at a step without one, so that
@@ -104,6 +106,16 @@ class DraftModelProposer(Proposer):
         if len(batch.token_ids) <= _MOST_TOKENS * len(drafting):
             seconds = time.perf_counter() - started
             self.seconds_per_round = _PAST * (self.seconds_per_round or seconds) + (1 - _PAST) * seconds
+
+
+def find_draft_model(name: str, progress: Progress | None = None) -> ModelFiles:
+    """The files of the `speculative_model` of that name. Raises ConfigError if there are none, or none to be read."""
+    try:
+        files = resolve(name, progress)
+        open_checkpoint(files)
+    except ModelError as error:
+        raise ConfigError(f"speculative_model: {error}") from error
+    return files
 
 
 def check_vocabulary(tokenizer: Any, draft: ModelFiles) -> None:

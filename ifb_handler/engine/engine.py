@@ -25,7 +25,7 @@ from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore, StepResult
 from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
-from ifb_handler.engine.draft_model import check_vocabulary
+from ifb_handler.engine.draft_model import check_vocabulary, find_draft_model
 from ifb_handler.engine.errors import EngineStoppedError, QueueFullError, RequestError
 from ifb_handler.engine.executor import Executor
 from ifb_handler.engine.grammar import Grammars
@@ -59,7 +59,7 @@ class Engine:
         open_checkpoint(files)  # a broken one is named for what it is, before its tokenizer fails at it
         tokenizer = load_tokenizer(files, config.tokenizer)
         if config.speculative_model is not None:
-            check_vocabulary(tokenizer, resolve(config.speculative_model, progress=progress))
+            check_vocabulary(tokenizer, find_draft_model(config.speculative_model, progress))
         # In a thread that ends: OpenMP counts a thread's workers for as long as it lives, and hardly spins once there
         # are more of them than cores.
         with ThreadPoolExecutor(1, "ifb-load") as loading:
