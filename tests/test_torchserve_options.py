@@ -46,6 +46,7 @@ def test_every_engine_option_is_a_key_of_the_handler_section() -> None:
         ({"model": "a", "model_path": "b"}, "model_path and model"),
         ({"model_path": 5}, "model_path: 5"),
         ({"model_path": "not/there"}, "model_path: 'not/there' does not exist"),
+        ({"speculative_method": "draft_model", "speculative_model": ""}, "speculative_model: ''"),
         (["max_num_seqs"], "handler"),
     ],
 )

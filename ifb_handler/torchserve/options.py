@@ -40,8 +40,9 @@ def read_options(context: Any) -> EngineConfig:
             raise ConfigError(f"{MODEL_PATH} and model: give one of them; both say what to serve")
         options["model"] = _model_path(path, Path(properties.get("model_dir")))
     draft = options.get("speculative_model")
-    if isinstance(draft, str) and (packed := Path(properties.get("model_dir")) / Path(draft).expanduser()).exists():
-        options["speculative_model"] = str(packed)
+    if isinstance(draft, str) and draft:
+        packed = Path(properties.get("model_dir")) / Path(draft).expanduser()
+        options["speculative_model"] = str(packed) if packed.exists() else draft
     if options.get("device", "auto") == "auto":
         options["device"] = _device(config, properties.get("gpu_id"))
     return EngineConfig.from_mapping(options)
