@@ -187,7 +187,7 @@ def test_the_clients_own_streaming_helper_understands_the_events(client: OpenAI)
     assert final.choices[0].message.content == client.chat.completions.create(**asked).choices[0].message.content
 
 
-def test_an_error_names_its_field_and_a_timeout_is_not_tried_again(client: OpenAI) -> None:
+def test_an_error_names_its_field_and_a_timeout_is_not_tried_again(served: Served, client: OpenAI) -> None:
     with pytest.raises(APIStatusError) as caught:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [{"type": "image_url"}]}])  # type: ignore[list-item, misc]
     assert (caught.value.status_code, caught.value.param) == (400, "messages[0].content[0].type")
@@ -201,6 +201,7 @@ def test_an_error_names_its_field_and_a_timeout_is_not_tried_again(client: OpenA
             model=MODEL, prompt=ONCE, max_tokens=3000, extra_body={"timeout": 0.2, "ignore_eos": True}
         )
     assert caught.value.status_code == 504
+    wait_until(served.is_idle)  # the engine ends a request between two steps
     after = httpx.get(f"{str(client.base_url).removesuffix('/v1/')}/engine/stats", trust_env=False).json()
     assert after["request_success"]["abort"] - before["request_success"]["abort"] == 1
 
