@@ -416,9 +416,12 @@ def test_the_order_of_a_schemas_properties_is_the_answers(noise: Engine) -> None
 def test_the_grammar_used_longest_ago_is_forgotten_first(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    # Far above what a grammar is measured to take: two fit, three do not.
-    monkeypatch.setattr(grammar_module, limit, 2 if limit == "_CACHED_GRAMMARS" else 5 << 29)
-    monkeypatch.setattr(grammar_module, "_LEAST_BYTES", 1 << 30)
+    if limit == "_CACHED_GRAMMARS":
+        monkeypatch.setattr(grammar_module, limit, 2)
+        monkeypatch.setattr(grammar_module, "_CACHED_BYTES", 1 << 40)
+    else:  # far above what a grammar is measured to take: two fit, three do not
+        monkeypatch.setattr(grammar_module, limit, 5 << 29)
+        monkeypatch.setattr(grammar_module, "_LEAST_BYTES", 1 << 30)
     a, b, c = (StructuredOutput("regex", letter) for letter in "abc")
     first_a, first_b = grammars.get(a), grammars.get(b)
     assert grammars.get(a) is first_a
