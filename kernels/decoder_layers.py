@@ -61,6 +61,16 @@ class _Model(ctypes.Structure):
     )
 
 
+class _Queries(ctypes.Structure):
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("num_rows", c_int64),
+    )
+
+
 class _Step(ctypes.Structure):
     _fields_ = (
         ("hidden", c_void_p),
@@ -71,12 +81,11 @@ class _Step(ctypes.Structure):
         ("sin", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
+        ("wanted", c_void_p),
+        ("queries", _Queries),
+        ("wanted_queries", _Queries),
         ("num_tokens", c_int64),
-        ("num_rows", c_int64),
+        ("num_wanted", c_int64),
         ("half", c_int64),
         ("block_size", c_int64),
         ("page_type", c_int64),
@@ -147,12 +156,14 @@ class DecoderLayers:
         positions: torch.Tensor,
         layout: RaggedLayout,
         pages: list[LayerKV],
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """-> the hidden states after the last norm, float32 [T, hidden_size]; seconds in `gemm` and in `attention`.
+        """-> the hidden states after the last norm, float32 [S, hidden_size]; seconds in `gemm` and in `attention`.
 
         embedded          float32 [T, hidden_size], contiguous; overwritten
         cos, sin          float32 [P, rot / 2], contiguous; positions int64 [T] below P (see `rotary_embedding.py`)
         layout, pages     as the `cpu` attention backend takes them; every token's keys and values are written
+        wanted            int64 [S], rising: the tokens whose hidden states are asked for; None: all
         """
         tokens = embedded.shape[0]
         if pages is not self._pages:
@@ -161,7 +172,9 @@ class DecoderLayers:
         size = tokens * self._workspace_floats
         if self._workspace.numel() < size:
             self._workspace = torch.empty(size)
-        output = torch.empty_like(embedded)
+        wanted_layout = layout if wanted is None else layout.only(wanted)
+        num_wanted = tokens if wanted is None else len(wanted)
+        output = embedded.new_empty(num_wanted, embedded.shape[1])
         step = _Step(
             hidden=embedded.data_ptr(),
             output=output.data_ptr(),
@@ -171,12 +184,11 @@ class DecoderLayers:
             sin=sin.data_ptr(),
             positions=positions.data_ptr(),
             slots=layout.slot_mapping.data_ptr(),
-            query_starts=layout.query_starts.data_ptr(),
-            context_lens=layout.context_lens.data_ptr(),
-            block_tables=layout.block_tables.data_ptr(),
-            table_stride=layout.block_tables.stride(0),
+            wanted=_address(wanted),
+            queries=_queries(layout),
+            wanted_queries=_queries(wanted_layout),
             num_tokens=tokens,
-            num_rows=len(layout.context_lens),
+            num_wanted=num_wanted,
             half=cos.shape[1],
             block_size=pages[0].keys.shape[3],
             page_type=native.PAGE_TYPES[pages[0].keys.dtype],
@@ -203,6 +215,16 @@ def _layer(layer: LayerWeights) -> _Layer:
 def _pages(layer: LayerKV) -> _Pages:
     tensors: tuple[Any, ...] = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
     return _Pages(*map(_address, tensors))
+
+
+def _queries(layout: RaggedLayout) -> _Queries:
+    return _Queries(
+        query_starts=layout.query_starts.data_ptr(),
+        context_lens=layout.context_lens.data_ptr(),
+        block_tables=layout.block_tables.data_ptr(),
+        table_stride=layout.block_tables.stride(0),
+        num_rows=len(layout.context_lens),
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -30,7 +30,7 @@ class RaggedLayout:
                                      sees are some page's, and what is in it is never used. Rows may be strided, the
                                      last axis is contiguous
     slot_mapping   int64 [T]         where each token's key and value go: page * block_size + offset in the page
-    max_query_len, max_context_len   the largest of each over the rows
+    max_query_len, max_context_len   at least the largest of each over the rows
     """
 
     query_starts: torch.Tensor
@@ -39,6 +39,19 @@ class RaggedLayout:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_context_len: int
+
+    def only(self, tokens: torch.Tensor) -> RaggedLayout:
+        """The queries of the flat `tokens`, int64 [S], alone: each is a row that ends with it."""
+        rows = torch.searchsorted(self.query_starts, tokens, right=True) - 1
+        later = self.query_starts[rows + 1] - 1 - tokens
+        return RaggedLayout(
+            query_starts=torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device),
+            context_lens=(self.context_lens[rows] - later).int(),
+            block_tables=self.block_tables[rows],
+            slot_mapping=self.slot_mapping[tokens],
+            max_query_len=1,
+            max_context_len=self.max_context_len,
+        )
 
 
 @dataclass(frozen=True)

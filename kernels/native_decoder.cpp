@@ -6,6 +6,7 @@
 //
 // Structures are those of decoder_layers.py, field by field.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -41,15 +42,22 @@ struct Model {
   double eps, scale;  // of the norms; of attention's scores
 };
 
+// Whose queries attend to what, as in layout.py.
+struct Queries {
+  const int32_t *starts, *context_lens, *block_tables;
+  int64_t table_stride, num_rows;
+};
+
 struct Step {
   float* hidden;     // [T, hidden_size]: the embedded tokens; the sum of all layers' outputs when done
-  float* output;     // [T, hidden_size]
+  float* output;     // [num_wanted, hidden_size]
   float* workspace;  // [T, workspace_floats of decoder_layers.py]
   const Pages* pages;
   const float *cos, *sin;
   const int64_t *positions, *slots;
-  const int32_t *query_starts, *context_lens, *block_tables;
-  int64_t table_stride, num_tokens, num_rows, half, block_size, page_type, threads;
+  const int64_t* wanted;           // [num_wanted], rising: the tokens that `output` is of; not read if it is of all
+  Queries queries, wanted_queries;
+  int64_t num_tokens, num_wanted, half, block_size, page_type, threads;
   double gemm_seconds, attention_seconds;  // filled in
 };
 
@@ -64,9 +72,17 @@ class Timer {
   Clock::time_point started_;
 };
 
+// Rows `wanted` of x, rows `stride` values apart, become the first ones.
+void keep_rows(float* x, int64_t stride, int64_t width, const int64_t* wanted, int64_t num_wanted) {
+  for (int64_t i = 0; i < num_wanted; ++i)
+    if (wanted[i] != i) std::copy_n(x + wanted[i] * stride, width, x + i * stride);
+}
+
 void run(const Model& m, Step& s) {
   constexpr int kFloat32 = 0;
-  const int64_t tokens = s.num_tokens, hidden = m.hidden_size, dim = m.head_dim;
+  const int64_t hidden = m.hidden_size, dim = m.head_dim;
+  int64_t tokens = s.num_tokens;
+  const Queries* queries = &s.queries;
   const int64_t q_size = m.num_heads * dim, k_size = m.num_kv_heads * dim, qkv_size = q_size + 2 * k_size;
   const int threads = int(s.threads);
   float* x = s.workspace;  // what a half of a layer leaves for the next norm to add
@@ -111,10 +127,17 @@ void run(const Model& m, Step& s) {
       ifb_kv_cache_write(k, k_stride, v, qkv_size, pages.keys, pages.values, pages.key_scales, pages.value_scales,
                          s.slots, int(tokens), int(m.num_kv_heads), int(dim), int(s.block_size), kFloat32,
                          int(s.page_type), threads);
+      if (l + 1 == m.num_layers && s.num_wanted < s.num_tokens) {
+        keep_rows(q, q_stride, q_size, s.wanted, s.num_wanted);
+        keep_rows(s.hidden, hidden, hidden, s.wanted, s.num_wanted);
+        tokens = s.num_wanted;
+        queries = &s.wanted_queries;
+        if (!tokens) return;
+      }
       ifb_paged_attention(attended, q, q_stride, pages.keys, pages.values, pages.key_scales, pages.value_scales,
-                          s.query_starts, s.context_lens, s.block_tables, s.table_stride, int(s.num_rows),
-                          int(m.num_heads), int(m.num_kv_heads), int(dim), int(s.block_size), int(layer.window),
-                          float(m.scale), kFloat32, int(s.page_type), threads);
+                          queries->starts, queries->context_lens, queries->block_tables, queries->table_stride,
+                          int(queries->num_rows), int(m.num_heads), int(m.num_kv_heads), int(dim), int(s.block_size),
+                          int(layer.window), float(m.scale), kFloat32, int(s.page_type), threads);
     }
     multiply(layer.attention_out, x, attended, q_size);
     norm(normed, s.hidden, x, layer.feed_forward_norm);

@@ -43,6 +43,11 @@ class RaggedRunner:
 
     def step(self, chunks: dict[int, int]) -> dict[int, torch.Tensor]:
         """Advance sequence i by chunks[i] tokens, all in one batch: the logits of each of those tokens, by sequence."""
+        logits = self.model.decoder.logits(self.forward(chunks))
+        return dict(zip(chunks, logits.split(list(chunks.values())), strict=True))
+
+    def forward(self, chunks: dict[int, int], wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Advance sequence i by chunks[i] tokens, all in one batch: the hidden states of the `wanted` ones."""
         token_ids, positions, slots, starts, contexts = [], [], [], [0], []
         for index, length in chunks.items():
             begin = self.computed[index]
@@ -62,12 +67,8 @@ class RaggedRunner:
             max_query_len=max(chunks.values()),
             max_context_len=max(contexts),
         )
-        decoder = self.model.decoder
-        hidden = decoder.forward(
-            self._tensor(token_ids, torch.int64), self._tensor(positions, torch.int64), layout, self.pages
-        )
-        logits = decoder.logits(hidden)
-        return {index: logits[starts[row] : starts[row + 1]] for row, index in enumerate(chunks)}
+        ids, places = self._tensor(token_ids, torch.int64), self._tensor(positions, torch.int64)
+        return self.model.decoder.forward(ids, places, layout, self.pages, wanted=wanted)
 
     def run(self, chunk_sizes: list[int]) -> list[torch.Tensor]:
         """All logits of every sequence. Sequence i goes on by chunk_sizes[i] tokens a step until all are done."""

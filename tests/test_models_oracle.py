@@ -112,6 +112,45 @@ def test_all_layers_in_one_native_call_give_the_same_bits_as_one_operation_at_a_
         assert torch.equal(one, other)
 
 
+# Flat indices into chunks of 17, 30, 1 and 20 tokens: none; each row's last; a row whole, and single ones anywhere.
+WANTED = [[], [16, 46, 47, 67], [0, 5, 6, *range(17, 47), 60], list(range(68))]
+CHUNKS = {0: 17, 1: 30, 2: 1, 3: 20}
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral_window_under_the_prompt", "qwen2_window_on_late_layers", "qwen3"])
+def test_hidden_states_of_some_tokens_are_the_same_bits_as_of_all(
+    name: str, native: bool, kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, *CHECKPOINTS[name])
+    prompts = sequences([60, 40, 9, 50])
+    model = load(tmp_path)
+    if not native:
+        model.decoder.native_layers = None
+    everything = RaggedRunner(model, prompts, kv_dtype=kv_dtype)
+    everything.forward({0: 40, 2: 8})
+    hidden = everything.forward(CHUNKS)
+    after = everything.forward({0: 3, 1: 10, 3: 30})
+    for wanted in WANTED:
+        some = RaggedRunner(model, prompts, kv_dtype=kv_dtype)
+        nothing = some.forward({0: 40, 2: 8}, torch.tensor([], dtype=torch.int64))
+        assert nothing.shape == (0, model.config.hidden_size)
+        assert torch.equal(some.forward(CHUNKS, torch.tensor(wanted, dtype=torch.int64)), hidden[wanted])
+        assert torch.equal(some.forward({0: 3, 1: 10, 3: 30}), after), "their keys and values were written"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window_under_the_prompt"])
+def test_hidden_states_of_some_tokens_are_those_of_all_by_plain_torch(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, *CHECKPOINTS[name])
+    prompts = sequences([60, 40, 9, 50])
+    model = load_model(resolve(str(tmp_path)), dtype="float32", device=CPU, backend=select_backend(CPU, "torch"))
+    hidden = RaggedRunner(model, prompts).forward(CHUNKS)
+    for wanted in WANTED:
+        some = RaggedRunner(model, prompts).forward(CHUNKS, torch.tensor(wanted, dtype=torch.int64))
+        assert torch.allclose(some, hidden[wanted], atol=1e-5)
+
+
 def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama", {}, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -44,6 +44,12 @@ class Batch:
     sample_rows: np.ndarray
     sample_tokens: np.ndarray
 
+    @property
+    def logit_tokens(self) -> np.ndarray:
+        """The tokens after which logits may be asked for, rising: those that sample; all, for a prompt's logprobs."""
+        prompts = any(request.needs_prompt_logits for request in self.requests)
+        return np.arange(len(self.token_ids)) if prompts else self.sample_tokens
+
     @classmethod
     def build(
         cls, num_tokens: dict[Request, int], pool: KVPool, drafts: Mapping[Request, Sequence[int]] = _NO_DRAFTS

@@ -41,7 +41,7 @@ class Executor(ABC):
 
     @abstractmethod
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
-        """Logits, float32 [N, V], after more tokens of the batch last executed: int64 [N], flat indices into it."""
+        """Logits, float32 [N, V], after tokens of the batch last executed: int64 [N], of its `logit_tokens`."""
 
     def execute_draft(self, batch: Batch) -> torch.Tensor | None:
         """As `execute`, on the draft model, whose pages have the same numbers; None if no row samples."""

@@ -91,7 +91,7 @@ class ModelExecutor(Executor):
         return int(total * config.gpu_memory_utilization) - int((total - free) * 1.1)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        self.target.forward(batch)
+        self.target.forward(batch, batch.logit_tokens)
         return self.logits_at(batch.sample_tokens)
 
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
@@ -100,7 +100,7 @@ class ModelExecutor(Executor):
     def execute_draft(self, batch: Batch) -> torch.Tensor | None:
         if self.draft is None:
             return super().execute_draft(batch)
-        self.draft.forward(batch)
+        self.draft.forward(batch, batch.sample_tokens)
         return self.draft.logits_at(batch.sample_tokens) if len(batch.sample_tokens) else None
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -53,8 +53,11 @@ class PagedModel:
         ]
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> None:
-        """Write the batch's keys and values to their pages; `logits_at` tells what comes next."""
+    def forward(self, batch: Batch, wanted: np.ndarray) -> None:
+        """Write the batch's keys and values to their pages; `logits_at` tells what comes after the tokens `wanted`.
+
+        `wanted`: flat indices, int64 [S], rising.
+        """
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
         layout = RaggedLayout(
             query_starts=self._put(batch.query_starts),
@@ -66,7 +69,8 @@ class PagedModel:
         )
         token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
         lengths = self._rope_lengths(batch, counts)
-        self._hidden = self.model.decoder.forward(token_ids, positions, layout, self.pages, lengths)
+        self._wanted = wanted
+        self._hidden = self.model.decoder.forward(token_ids, positions, layout, self.pages, lengths, self._put(wanted))
 
     def _rope_lengths(self, batch: Batch, counts: np.ndarray) -> torch.Tensor | None:
         """int64 [T]: see `RotaryTable.of_tokens`; None if none is above the trained length."""
@@ -78,8 +82,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
-        """float32 [N, V] after the tokens at `places`, int64 [N], of the last batch."""
-        return self.model.decoder.logits(self._hidden[self._put(places)])
+        """float32 [N, V] after the tokens at `places`, int64 [N], of the last batch, which were `wanted`."""
+        return self.model.decoder.logits(self._hidden[self._put(np.searchsorted(self._wanted, places))])
 
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -83,11 +83,14 @@ class Decoder:
         layout: RaggedLayout,
         pages: list[LayerKV],
         rope_lengths: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`token_ids` and `positions`, int64 [T] -> the hidden states after the last norm, [T, hidden_size].
+        """`token_ids` and `positions`, int64 [T] -> the hidden states after the last norm, [S, hidden_size].
 
         Every token's keys and values are written to `pages`, one LayerKV a layer, before its layer attends.
         `rope_lengths`, int64 [T]: see `RotaryTable.of_tokens`; None where no token's is above the trained length.
+        `wanted`, int64 [S], rising: the tokens whose hidden states are asked for; None: all. Of the others the last
+        layer computes keys and values only.
         """
         config, eps = self.config, self.config.rms_norm_eps
         tokens = token_ids.shape[0]
@@ -97,9 +100,11 @@ class Decoder:
             cos, sin = self.rotary.of_tokens(positions, rope_lengths)
             positions = torch.arange(tokens, device=positions.device)
 
+        if wanted is not None and len(wanted) == tokens:
+            wanted = None
         x, residual = self.embedding(token_ids), None
         if self.native_layers is not None:
-            hidden, seconds = self.native_layers(x, cos, sin, positions, layout, pages)
+            hidden, seconds = self.native_layers(x, cos, sin, positions, layout, pages, wanted)
             for section, taken in seconds.items():
                 self.stopwatch.add(section, taken)
             return hidden
@@ -110,8 +115,13 @@ class Decoder:
             if layer.query_norm is not None and layer.key_norm is not None:
                 q, k = rms_norm(q, layer.query_norm, eps)[0], rms_norm(k, layer.key_norm, eps)[0]
             rotary_embedding(q, k, cos, sin, positions)
-            attended = self._attend(layer, q, k, v, layer_pages, layout)
-            x = self._multiply(layer.attention_out, attended.reshape(tokens, -1))
+            self._write(k, v, layer_pages, layout)
+            if wanted is not None and layer is self.layers[-1]:
+                if not len(wanted):
+                    return residual[wanted]
+                q, residual, layout = q[wanted], residual[wanted], layout.only(wanted)
+            attended = self._attend(layer, q, layer_pages, layout)
+            x = self._multiply(layer.attention_out, attended.flatten(1))
 
             normed, residual = rms_norm(x, layer.feed_forward_norm, eps, residual)
             x = self._multiply(layer.down, silu_and_mul(self._multiply(layer.gate_up, normed)))
@@ -119,7 +129,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [S, hidden_size], those rows of `forward`'s result that want a next token -> float32 [S, vocab]."""
+        """`hidden` [S, hidden_size], rows of `forward`'s result -> float32 [S, vocab]."""
         return self._multiply(self.output, hidden).float()
 
     def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -128,17 +138,13 @@ class Decoder:
         self.stopwatch.add("gemm", time.perf_counter() - started)
         return y
 
-    def _attend(
-        self,
-        layer: DecoderLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pages: LayerKV,
-        layout: RaggedLayout,
-    ) -> torch.Tensor:
+    def _write(self, k: torch.Tensor, v: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> None:
         started = time.perf_counter()
         self.backend.write(k, v, pages, layout)
+        self.stopwatch.add("attention", time.perf_counter() - started)
+
+    def _attend(self, layer: DecoderLayer, q: torch.Tensor, pages: LayerKV, layout: RaggedLayout) -> torch.Tensor:
+        started = time.perf_counter()
         attended = self.backend.attend(q, pages, layout, self.config.head_dim**-0.5, layer.sliding_window)
         self.stopwatch.add("attention", time.perf_counter() - started)
         return attended
