@@ -32,7 +32,7 @@ _NO_LIMIT = 2**31 - 1
 _CANDIDATES = (128, 4096)
 _BLOCK = 64
 # Most elements of a chunk of rows: bounds the memory of the 8-byte copies of the logits (several times 8 bytes each).
-_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
+_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**23}
 
 
 class SamplerState:

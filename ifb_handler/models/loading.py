@@ -14,7 +14,7 @@ from ifb_handler.models.decoder_config import DTYPES, DecoderConfig, as_token_id
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
 from ifb_handler.models.linear import WEIGHT_ONLY_BITS, Linear, packs
-from ifb_handler.models.memory import release_freed_memory
+from ifb_handler.models.memory import release_freed_memory, release_startup_code
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
 from ifb_kernels.backend import AttentionBackend
@@ -127,6 +127,7 @@ class _Loader:
         layers = [self._layer(index) for index in range(config.num_layers)]
         norm = self._vector("model.norm.weight", config.hidden_size)
         release_freed_memory()
+        release_startup_code()
         return Decoder(config, embedding, layers, norm, output, backend)
 
     def _layer(self, index: int) -> DecoderLayer:
