@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import RaggedRunner
 from test_kv_cache_write import as_reference
-from test_paged_attention import ROWS, TOLERANCE, attend_in_chunks
+from test_paged_attention import ROWS, TOLERANCE, assert_rows_keep_their_bits
 
 from ifb_handler.cli.bench_perplexity import TEXT
 from ifb_handler.engine.config import EngineConfig
@@ -108,19 +108,7 @@ def test_any_ragged_batch_agrees_with_the_definition(
 def test_a_rows_bits_do_not_depend_on_its_neighbours_its_chunks_or_the_threads(page_dtype: torch.dtype) -> None:
     batch = synthetic_batch([(40, 900), (1, 333), (1, 1200), (17, 17)], num_heads=6, num_kv_heads=2, head_dim=64)
     backend = select_backend(CPU, "cpu")
-    pages = batch.fill(backend, page_dtype)
-    together = batch.attend(backend, pages)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            assert torch.equal(batch.attend(backend, pages), together)
-            for row, chunk in ((0, 1), (0, 7), (0, 40), (1, 1), (2, 1), (3, 4)):
-                alone = attend_in_chunks(batch, row, chunk, pages, backend, None)
-                start, end = batch.step.query_starts[row : row + 2].tolist()
-                assert torch.equal(alone, together[start:end]), f"row {row} in chunks of {chunk}, {count} threads"
-    finally:
-        torch.set_num_threads(threads)
+    assert_rows_keep_their_bits(batch, batch.fill(backend, page_dtype), backend)
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_bits import threads
 
 from ifb_kernels.backend import AttentionBackend, select_backend
 from ifb_kernels.layout import LayerKV, RaggedLayout
@@ -113,18 +114,21 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_its_chunks_or_the_threads(
     batch = synthetic_batch(rows, num_heads=6, num_kv_heads=2, head_dim=64, dtype=dtype)
     backend = backend_named("cpu")
     pages = batch.fill(backend)
+    assert_rows_keep_their_bits(batch, pages, backend, window)
+
+
+def assert_rows_keep_their_bits(
+    batch: SyntheticBatch, pages: LayerKV, backend: AttentionBackend, window: int | None = None
+) -> None:
+    """Each row alone, in chunks of any size, at any number of threads, is as in the whole batch."""
     together = batch.attend(backend, pages, window)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
+    for count in (1, 2, 5):
+        with threads(count):
             assert torch.equal(batch.attend(backend, pages, window), together)
             for row, chunk in ((0, 1), (0, 7), (0, 40), (1, 1), (2, 1), (3, 4)):
                 alone = attend_in_chunks(batch, row, chunk, pages, backend, window)
                 start, end = batch.step.query_starts[row : row + 2].tolist()
                 assert torch.equal(alone, together[start:end]), f"row {row} in chunks of {chunk}, {count} threads"
-    finally:
-        torch.set_num_threads(threads)
 
 
 def attend_in_chunks(
