@@ -37,6 +37,7 @@ _SOURCES = (
     "native_linear_int8.cpp",
     "native_linear_grouped.cpp",
     "native_decoder.cpp",
+    "native_argmax.cpp",
 )
 _HEADERS = (
     "native_vector.h",
@@ -75,6 +76,7 @@ _SIGNATURES = {
     "ifb_linear_int8": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_linear_grouped": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_decoder_layers": (_POINTER, _POINTER),
+    "ifb_finite_argmax": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT),
     "ifb_silu_and_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT),
 }
 

@@ -21,8 +21,9 @@ import torch
 
 from ifb_handler.engine.logit_edits import LogitEdits, Masks
 from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_kernels.finite_argmax import finite_argmax
 
-INVALID_TOKEN = -1
+INVALID_TOKEN = -1  # as `finite_argmax` has it
 """Stands in for a token where a row's logits hold NaN or +inf, or leave no token at all."""
 
 _WEIGHT_OF_ONE = 2.0**60
@@ -82,17 +83,17 @@ class Sampler:
         """
         state, slots, positions = self.state, np.asarray(slots), np.asarray(positions)
         state.edits.apply(logits, slots, positions, masks)
-        chosen = logits.argmax(-1)
-        valid = logits.gather(1, chosen[:, None]).squeeze(1).isfinite()
+        chosen = finite_argmax(logits)
         random_rows = np.flatnonzero(~state.greedy[slots])
         if random_rows.size:
             chunk = max(1, _CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
             uniforms = uniform(state.seed[slots], positions)
             for start in range(0, random_rows.size, chunk):
                 rows = random_rows[start : start + chunk]
-                drawn = self._draw(logits[_to_device(rows, logits)], slots[rows], uniforms[rows])
-                chosen[_to_device(rows, logits)] = drawn
-        return chosen.masked_fill_(~valid, INVALID_TOKEN)
+                at = _to_device(rows, logits)
+                drawn = self._draw(logits[at], slots[rows], uniforms[rows])
+                chosen[at] = torch.where(chosen[at] == INVALID_TOKEN, INVALID_TOKEN, drawn)
+        return chosen
 
     def _draw(self, logits: torch.Tensor, slots: np.ndarray, uniforms: np.ndarray) -> torch.Tensor:
         chosen = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
