@@ -35,6 +35,7 @@ class IFBHandler:
         # TorchServe gives a worker two minutes to come up but startupTimeout to load: the heavy imports belong here.
         from ifb_handler.api.served_model import ServedModel
         from ifb_handler.engine.engine import Engine
+        from ifb_handler.torchserve import message_reader, worker_output
         from ifb_handler.torchserve.async_bridge import AsyncBridge
         from ifb_handler.torchserve.async_engine import RebuiltEngine
         from ifb_handler.torchserve.metrics import MetricsReporter
@@ -56,6 +57,8 @@ class IFBHandler:
             self.async_bridge = AsyncBridge(engine, model, metrics.finished)
             return
         self.round_trip = RoundTrip(engine, model, metrics.finished, _restart_worker)
+        message_reader.install()
+        worker_output.thin_out(context.metrics)
         if (batch_size := context.system_properties.get("batch_size") or 0) < options.max_num_seqs:
             logger.warning(
                 "batchSize %d is below max_num_seqs %d: TorchServe lets in fewer requests than could run; raise it",

@@ -122,6 +122,7 @@ class Frontend:
         else:
             assert stream_next == "false", "a chunk drops the call, and StreamPredictions looks for the header"
         assert stream_next is not None or first, "a whole answer after chunks"
+        assert first or set(headers) == {"ts_stream_next"}, "they would reach nobody"
         if first:
             client.status, client.phrase = prediction["status"], prediction["phrase"]
             client.answer_headers, client.chunked = headers, stream_next == "true"

@@ -8,6 +8,9 @@ from typing import Any
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 DONE = "data: [DONE]\n\n"
 
+# Made once: `json.dumps` makes one at each call.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 
 def event(body: dict[str, Any]) -> str:
     return f"data: {compact(body)}\n\n"
@@ -15,4 +18,4 @@ def event(body: dict[str, Any]) -> str:
 
 def compact(body: dict[str, Any]) -> str:
     """JSON on one line, text as UTF-8 rather than escaped. Raises ValueError for a number that JSON has no form for."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(body)

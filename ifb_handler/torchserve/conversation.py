@@ -39,14 +39,14 @@ class Reply:
     """What one round trip says to one client.
 
     last      True: the stream's last chunk; False: a chunk with more to come; None: the whole answer, no stream
-    headers   only a first reply's reach the client
+    content_type, headers    only a first reply's reach the client
     """
 
     body: bytes
     last: bool | None
     status: int = 200
     phrase: str = "OK"
-    content_type: str = JSON
+    content_type: str | None = JSON
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -194,9 +194,10 @@ class Conversation:
 
     def _reply_chunk(self) -> Reply:
         piece, self._unsent = self._unsent[:MAX_PIECE], self._unsent[MAX_PIECE:]
+        content_type = None if self._started else self._content_type
         self._started = True
         self.over = self._closing and not self._unsent
-        return Reply(piece, self.over, content_type=self._content_type)
+        return Reply(piece, self.over, content_type=content_type)
 
     @property
     def _content_type(self) -> str:

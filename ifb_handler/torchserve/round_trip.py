@@ -269,7 +269,8 @@ class RoundTrip:
 
 def _set_reply(context: Any, index: int, reply: Reply) -> None:
     context.stopping_criteria[index] = lambda _: reply.last
-    context.set_response_content_type(index, reply.content_type)
+    if reply.content_type is not None:
+        context.set_response_content_type(index, reply.content_type)
     for name, value in reply.headers.items():
         context.set_response_header(index, name, value)
     context.set_response_status(reply.status, reply.phrase, index)

@@ -1,19 +1,37 @@
-"""Streams of server-sent events over HTTP, many at once, as cheaply as Python can: the client shares the machine."""
+"""Streams of server-sent events over HTTP, many at once, as cheaply as Python can: the client shares the machine.
+
+One thread, no event loop's machinery: what each connection has brought is read in one call and taken apart.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import queue
-import threading
+import selectors
+import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 # From an event, and how many tokens came before it, to the new token ids in it.
 ReadEvent = Callable[[dict[str, Any], int], list[int]]
+
+_READ_SIZE = 1 << 16
+_ERROR_SIZE = 4000
+_ERROR_SECONDS = 5.0
+
+
+@dataclass
+class _Stream:
+    """A request's answer so far. `rest` is what came after the last whole line."""
+
+    index: int
+    num_output_tokens: int
+    connection: socket.socket
+    count: int = 0
+    rest: bytes = b""
+    begun: bool = False
 
 
 class StreamClient:
@@ -24,56 +42,55 @@ class StreamClient:
         self._host, self._port, self._path = parts.hostname or "127.0.0.1", parts.port or 80, parts.path
         self._body = body
         self._read = read
-        self._news: queue.Queue[tuple[int, list[int], float] | Exception] = queue.Queue()
-        # The event loop alone does not keep a stream that waits from being collected as garbage.
-        self._streams: set[Future[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._selector = selectors.DefaultSelector()
 
     def submit(self, index: int, prompt: list[int], num_output_tokens: int) -> None:
         body = json.dumps(self._body(prompt, num_output_tokens)).encode()
-        stream = asyncio.run_coroutine_threadsafe(self._stream(index, body, num_output_tokens), self._loop)
-        self._streams = {other for other in self._streams if not other.done()} | {stream}
+        head = f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection((self._host, self._port))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        stream = _Stream(index, num_output_tokens, connection)
+        self._selector.register(connection, selectors.EVENT_READ, stream)
 
     def collect(self, seconds: float) -> list[tuple[int, list[int], float]]:
-        try:
-            news = [self._news.get(timeout=seconds or 1e-6)]
-        except queue.Empty:
-            return []
-        while not self._news.empty():
-            news.append(self._news.get())
-        for one in news:
-            if isinstance(one, Exception):
-                raise one
-        return [one for one in news if not isinstance(one, Exception)]
+        news: list[tuple[int, list[int], float]] = []
+        for key, _ in self._selector.select(seconds):
+            if tokens := self._take(key.data):
+                news.append((key.data.index, tokens, time.monotonic()))
+        return news
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            self._end(key.data)
+        self._selector.close()
 
-    async def _stream(self, index: int, body: bytes, num_output_tokens: int) -> None:
-        try:
-            count = 0
-            reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 24)
-            head = (
-                f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            )
-            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-            await writer.drain()
-            status = await reader.readline()
-            if b" 200 " not in status:
-                raise RuntimeError(f"job {index}: {status.decode()} {(await reader.read(4000)).decode()}")
-            # Headers and sizes of chunks are lines too, that do not begin like an event; the size of the last is 0.
-            while (line := await reader.readline()) not in (b"", b"0\r\n"):
-                if not line.startswith(b"data: {"):
-                    continue
-                tokens = self._read(json.loads(line[6:]), count)
-                if tokens:
-                    count += len(tokens)
-                    self._news.put((index, tokens, time.monotonic()))
-            writer.close()
-            if count != num_output_tokens:
-                raise RuntimeError(f"job {index}: {count} tokens came, not {num_output_tokens}")
-        except Exception as error:
-            self._news.put(error)
+    def _take(self, stream: _Stream) -> list[int]:
+        """The tokens in what has come."""
+        data = stream.connection.recv(_READ_SIZE)
+        *lines, stream.rest = (stream.rest + data).split(b"\n")
+        if lines and not stream.begun:
+            if b" 200 " not in lines[0]:
+                raise RuntimeError(f"job {stream.index}: {self._rest_of_error(stream, lines)}")
+            stream.begun = True
+        tokens: list[int] = []
+        # Headers and sizes of chunks are lines too, that do not begin like an event; the size of the last is 0.
+        for line in lines:
+            if line.startswith(b"data: {"):
+                tokens += self._read(json.loads(line[6:]), stream.count + len(tokens))
+        stream.count += len(tokens)
+        if not data or b"0\r" in lines:
+            self._end(stream)
+            if stream.count != stream.num_output_tokens:
+                raise RuntimeError(f"job {stream.index}: {stream.count} tokens came, not {stream.num_output_tokens}")
+        return tokens
+
+    def _rest_of_error(self, stream: _Stream, lines: list[bytes]) -> str:
+        told = b"\n".join([*lines, stream.rest])
+        stream.connection.settimeout(_ERROR_SECONDS)
+        while len(told) < _ERROR_SIZE and (news := stream.connection.recv(_READ_SIZE)):
+            told += news
+        return told[:_ERROR_SIZE].decode(errors="replace")
+
+    def _end(self, stream: _Stream) -> None:
+        self._selector.unregister(stream.connection)
+        stream.connection.close()
