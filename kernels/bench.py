@@ -28,7 +28,7 @@ CASES = {
     "decode_1x2000": [(1, 2000)],
     "decode_1x8000": [(1, 8000)],
 }
-_POOL_BYTES = 256 * 2**20
+POOL_BYTES = 256 * 2**20
 
 
 def quickest_ms(action: Callable[[], None], repeat: int) -> float:
@@ -99,7 +99,7 @@ def main() -> None:
             head_dim=options.head_dim,
             dtype=dtype,
         )
-        layers = max(1, min(30, _POOL_BYTES // (2 * batch.keys.numel() * dtype.itemsize)))
+        layers = max(1, min(30, POOL_BYTES // (2 * batch.keys.numel() * dtype.itemsize)))
         attention[name] = attention_ms(backend, batch, kv_dtype, layers, options.repeat)
     report = {
         "backend": backend.name,

@@ -18,8 +18,11 @@ from ifb_handler.cli.bench_capacity import Probe, Target, _Lost, search
 from ifb_handler.cli.bench_figures import percentile
 from ifb_handler.cli.bench_modes import MODES
 from ifb_handler.cli.bench_replay import Run
+from ifb_handler.cli.bench_steps import step_figures
 from ifb_handler.cli.errors import UsageError
 from ifb_handler.cli.workloads import TURNS, WORKLOADS, Job, longest, poisson, turn_of
+from ifb_handler.engine.outputs import StepRecord
+from ifb_kernels.bench_alternatives import attended_ms, operations_ms
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +178,44 @@ def test_scheduler_times_steps_of_each_size(tmp_path: Path) -> None:
 def test_throughput_runs_a_workload_on_the_engine(model: Path, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     arguments = ["throughput", "--model", str(model), "--workload", "exponential", "--num-requests", "6"]
-    arguments += ["--set", "speculative_method=ngram"]
+    arguments += ["--set", "speculative_method=ngram", "--steps"]
     answer = CliRunner().invoke(app, [*arguments, "--json", str(told)], catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
     figures = json.loads(told.read_text())
+    kinds = figures["steps"]["kinds"]
+    assert sum(kind["count"] for kind in kinds.values()) == figures["steps"]["count"]
+    assert all(kind in answer.output for kind in kinds)
     assert figures["output_tokens"] == sum(job.num_output_tokens for job in WORKLOADS["exponential"].make(6, 0))
     assert 0 <= figures["accepted_tokens"] <= figures["draft_tokens"]
+
+
+def test_steps_are_told_apart_by_their_decode_rows_or_their_prompt_tokens() -> None:
+    def record(prompt_tokens: list[int], num_decode: int) -> StepRecord:
+        prefill = tuple((f"p{i}", count) for i, count in enumerate(prompt_tokens))
+        decode = tuple(f"d{i}" for i in range(num_decode))
+        return StepRecord(0, 0.0, 0.5, (), prefill, decode, (), (), 1, 2, {"gemm": 0.25, "attention": 0.125})
+
+    steps = [record([], 1), record([], 2), record([], 4), record([30, 34], 0), record([65], 31), record([], 200)]
+    figures = step_figures(steps)
+    assert {name: kind["count"] for name, kind in figures["kinds"].items()} == {
+        "decode 1": 1,
+        "decode 2 to 4": 2,
+        "decode 129 and more": 1,
+        "prefill 1 to 64": 1,
+        "prefill 65 to 128": 1,
+    }
+    assert figures["kinds"]["decode 2 to 4"]["mean_tokens"] == 3.0
+    assert figures["kinds"]["prefill 65 to 128"]["mean_tokens"] == 96.0
+    assert all(kind["ms"] == {"gemm": 250, "attention": 125, "other": 125} for kind in figures["kinds"].values())
+    assert figures["share"] == {"gemm": 0.5, "attention": 0.25, "other": 0.25}
+
+
+def test_what_was_not_chosen_is_checked_and_timed() -> None:
+    operations = operations_ms("eager", repeat=1)
+    attention = attended_ms("gather_sdpa", ["decode_1x2000"], repeat=1)
+    assert {name.split(",")[0] for name in operations} >= {"rms_norm and residual", "rotary_embedding", "silu_and_mul"}
+    assert list(attention) == ["decode_1x2000"]
+    assert min(*operations.values(), *attention.values()) >= 0
 
 
 @pytest.mark.parametrize(

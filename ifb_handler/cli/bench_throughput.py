@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ifb_handler.cli.bench_figures import percentile
+from ifb_handler.cli.bench_steps import show_kinds, step_figures
 from ifb_handler.cli.bench_table import show
 from ifb_handler.cli.errors import UsageError
 from ifb_handler.cli.options import Settings, choose_model
@@ -32,6 +33,7 @@ def throughput(
     quantization: Annotated[str | None, typer.Option(help="int8, int8_weight_only or int4_weight_only.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
+    steps: Annotated[bool, typer.Option("--steps", help="Show where the time of each kind of step goes.")] = False,
     settings: Settings = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
@@ -68,6 +70,8 @@ def throughput(
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
     _print(figures)
+    if steps:
+        show_kinds(figures["steps"])
 
 
 def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
@@ -117,24 +121,7 @@ def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
         "itl_s": _percentiles(between),
         "draft_tokens": after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
         "accepted_tokens": after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens,
-        "steps": _steps(list(records.values())),
-    }
-
-
-def _steps(records: list[StepRecord]) -> dict[str, Any]:
-    total = sum(record.duration for record in records)
-    sections: dict[str, float] = {}
-    for record in records:
-        for name, seconds in record.seconds.items():
-            sections[name] = sections.get(name, 0.0) + seconds
-    sections["other"] = total - sum(sections.values())
-    rows = [len(record.decode) + len(record.prefill) for record in records]
-    return {
-        "count": len(records),
-        "mean_rows": sum(rows) / len(rows),
-        "preemptions": sum(len(record.preempted) for record in records),
-        "seconds": {name: round(seconds, 4) for name, seconds in sections.items()},
-        "share": {name: round(seconds / total, 4) for name, seconds in sections.items()},
+        "steps": step_figures(list(records.values())),
     }
 
 
