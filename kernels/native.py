@@ -38,6 +38,7 @@ _SOURCES = (
     "native_linear_grouped.cpp",
     "native_decoder.cpp",
     "native_argmax.cpp",
+    "native_q8_0.cpp",
 )
 _HEADERS = (
     "native_vector.h",
@@ -77,6 +78,7 @@ _SIGNATURES = {
     "ifb_linear_grouped": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_decoder_layers": (_POINTER, _POINTER),
     "ifb_finite_argmax": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT),
+    "ifb_widen_q8_0": (_POINTER, _POINTER, _INT64),
     "ifb_silu_and_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT),
 }
 

@@ -83,7 +83,10 @@ class PagedModel:
     @torch.inference_mode()
     def logits_at(self, places: np.ndarray) -> torch.Tensor:
         """float32 [N, V] after the tokens at `places`, int64 [N], of the last batch, which were `wanted`."""
-        return self.model.decoder.logits(self._hidden[self._put(np.searchsorted(self._wanted, places))])
+        hidden = self._hidden
+        if places is not self._wanted:
+            hidden = hidden[self._put(np.searchsorted(self._wanted, places))]
+        return self.model.decoder.logits(hidden)
 
     @torch.inference_mode()
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:

@@ -21,6 +21,7 @@ from ifb_handler.models.decoder_config import config_from_gguf
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
 from ifb_kernels.grouped_linear import GROUP, GroupedWeight
+from ifb_kernels.q8_0 import widen_q8_0
 
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
@@ -130,12 +131,16 @@ class GGUFFile(Checkpoint):
         return weight.rows(_huggingface_order(tensor.shape[0], heads)) if heads else weight
 
     def embedding(self, name: str, dtype: torch.dtype) -> Embedding:
+        from gguf.constants import GGMLQuantizationType as Type
+
         tensor = self._tensors[name]
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tensor.shape != expected:
             raise ModelError(f"{name}: shape {list(tensor.shape)} in the file, {list(expected)} by its metadata")
         with self._path.open("rb") as file:
             raw = _read_rows(file, tensor, 0, tensor.shape[0])
+        if tensor.type == Type.Q8_0:
+            return Embedding(raw, dtype, widen_q8_0)
         return Embedding(raw, dtype, lambda rows: _widen(rows, tensor))
 
     def _permuted_heads(self, name: str) -> int:
