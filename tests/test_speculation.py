@@ -69,7 +69,7 @@ def test_right_drafts_bring_several_tokens_a_step() -> None:
     assert [len(output.token_ids) for output in outputs["0"]] == [1, 6, 6, 6, 6]
     assert outputs["0"][-1].num_generated_tokens == 25
     assert (core.stats().spec_decode_num_draft_tokens, core.stats().spec_decode_num_accepted_tokens) == (20, 20)
-    assert core.generation_tokens == 25
+    assert core.stats().generation_tokens == 25
 
 
 def test_wrong_drafts_cost_no_step_and_leave_no_page() -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ifb_handler.engine.answers import joined
 from ifb_handler.engine.batch import Batch
-from ifb_handler.engine.beam_request import BeamRequest, rank_beams
-from ifb_handler.engine.beam_search import Candidates
+from ifb_handler.engine.beam_request import rank_beams
+from ifb_handler.engine.commit import Committer
 from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.draft_model import DraftModelProposer
 from ifb_handler.engine.errors import ConfigError
@@ -36,15 +35,13 @@ from ifb_handler.engine.policies import (
 from ifb_handler.engine.prefix_cache import PrefixCache
 from ifb_handler.engine.proposer import Proposer
 from ifb_handler.engine.request import Request, RequestState
-from ifb_handler.engine.sampler import INVALID_TOKEN, Sampler
-from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_handler.engine.sampler import Sampler
 from ifb_handler.engine.scheduler import Schedule, Scheduler
-from ifb_handler.engine.speculation import Speculator, accepted
+from ifb_handler.engine.speculation import Speculator
 from ifb_handler.engine.swap_space import SwapSpace
 from ifb_handler.engine.token_masks import Filling, MaskFiller
 
 _GIB = 1 << 30
-_NO_NUMBERS = "the model gave no usable logits (NaN)"
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +83,10 @@ class EngineCore:
         self.mask_filler = MaskFiller(executor.vocab_size, executor.eos_token_ids)
         self.speculator = self._make_speculator(config)
         self.requests: dict[str, Request] = {}
+        self.committer = Committer(self.requests, self.scheduler, self.cache)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_swapped_pages = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished = {reason.value: 0 for reason in FinishReason}
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         if config.speculative_method is None:
@@ -125,7 +120,7 @@ class EngineCore:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its pages are free when this returns. None if it is not alive."""
         request = self.requests.get(request_id)
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+        return None if request is None else self.committer.finish(request, FinishReason.ABORT)
 
     @property
     def has_work(self) -> bool:
@@ -188,11 +183,11 @@ class EngineCore:
                 raise
             logger.exception("step %d failed; its %d requests end", self.num_steps, len(schedule.num_tokens))
             alive = dict.fromkeys(r.owner for r in schedule.num_tokens if r.state is not RequestState.FINISHED)
-            outputs = [self._fail(r, f"the step failed: {error}") for r in alive]
+            outputs = [self.committer.fail(r, f"the step failed: {error}") for r in alive]
             self.executor.take_seconds()
         else:
-            outputs = self._commit(schedule, batch, drafts, tokens)
-            outputs += self._advance_beams(schedule, candidates)
+            outputs = self.committer.commit(schedule, batch, drafts, tokens, self.speculator)
+            outputs += self.committer.advance_beams(schedule, candidates)
             committed = time.perf_counter()
             seconds = self.executor.take_seconds()
             seconds["rest"] = moved - started + executed - scheduled - sum(seconds.values())
@@ -260,141 +255,6 @@ class EngineCore:
                 logprobs[i] = one
         return list(zip(token_ids, logprobs, strict=True))
 
-    def _commit(
-        self,
-        schedule: Schedule,
-        batch: Batch,
-        drafts: dict[Request, list[int]],
-        tokens: list[tuple[int, TokenLogprobs | None]],
-    ) -> list[RequestOutput]:
-        """Count what was computed, and add to each answer its new token, after those of its draft that came true."""
-        sampled: dict[Request, list[tuple[int, TokenLogprobs | None]]] = {}
-        for row, token in zip(batch.sample_rows.tolist(), tokens, strict=True):
-            sampled.setdefault(batch.requests[row], []).append(token)
-        for request, count in schedule.num_tokens.items():
-            if request.state is RequestState.FINISHED:  # padding of a static batch
-                sampled.pop(request)
-                continue
-            request.num_computed += count
-            if self.cache is not None and not (request in sampled and sampled[request][0][0] == INVALID_TOKEN):
-                self.cache.computed(request)
-        outputs = []
-        for request, choices in sampled.items():
-            if isinstance(request.owner, BeamRequest):
-                continue
-            draft = drafts.get(request, [])
-            token_ids = [token_id for token_id, _ in choices]
-            num_accepted = accepted(draft, token_ids)
-            if num_accepted and token_ids[num_accepted] == INVALID_TOKEN:
-                num_accepted -= 1  # it is met again at the next step, and alone
-            outputs.append(self._extend(request, choices[: num_accepted + 1]))
-            if self.speculator is not None:
-                self.speculator.settle(request, draft, num_accepted, outputs[-1].token_ids)
-        return outputs
-
-    def _extend(self, request: Request, tokens: list[tuple[int, TokenLogprobs | None]]) -> RequestOutput:
-        """Add tokens to the answer up to the one that ends it; the keys and values of all but the last are computed."""
-        first, *more = tokens
-        output = self._append(request, *first)
-        for token in more:
-            if output.finished:
-                break
-            request.num_computed += 1
-            if self.cache is not None:
-                self.cache.computed(request)
-            output = joined(output, self._append(request, *token))
-        return output
-
-    def _advance_beams(
-        self, schedule: Schedule, candidates: dict[BeamRequest, Candidates | None]
-    ) -> list[RequestOutput]:
-        """The beam searches of the step take a step of their own; those that have ended give their answers."""
-        for request in schedule.num_tokens:
-            if isinstance(request, BeamRequest) and request.is_coming_back and not request.num_pending:
-                request.advance(None)
-        outputs = [self._advance(request, found) for request, found in candidates.items()]
-        return [output for output in outputs if output is not None]
-
-    def _advance(self, request: BeamRequest, candidates: Candidates | None) -> RequestOutput | None:
-        if candidates is None:
-            return self._fail(request, _NO_NUMBERS)
-        self._note_first_token(request)
-        self.generation_tokens += len(request.rows)
-        request.advance(candidates)
-        if not request.search.done:
-            self.scheduler.leave_behind(request)
-            return None
-        count, wanted = len(request.search.hypotheses), request.params.n
-        if count < wanted:
-            field = _restriction(request.params)
-            return self._fail(
-                request, f"{field or 'the model'} leaves {count} answers to give, and n is {wanted}", field
-            )
-        try:
-            answers = request.answers(self._output(request))
-        except Exception as error:  # one request's text must not end its neighbours
-            logger.exception("request %s: its text could not be made", request.request_id)
-            return self._fail(request, f"the answers' text could not be made: {error}")
-        output = self._finish(request, answers[0].finish_reason)
-        output.beams = answers
-        return output
-
-    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        matcher = request.matcher
-        if matcher is not None and token_id != INVALID_TOKEN:
-            matcher.accept(token_id)
-        if matcher is not None and matcher.error:
-            return self._fail(request, f"the answer's grammar ended it: {matcher.error}", _restriction(request.params))
-        if token_id == INVALID_TOKEN:
-            field = _restriction(request.params)
-            why = f"{field} leaves no token to generate" if field else _NO_NUMBERS
-            return self._fail(request, why, field)
-        if request.state is RequestState.PREFILL:
-            request.move(RequestState.DECODE)
-        self._note_first_token(request)
-        request.tokens.append(token_id)
-        self.generation_tokens += 1
-        try:
-            news = request.text.append(token_id, complete=matcher is not None and matcher.is_complete)
-        except Exception as error:  # one request's text must not end its neighbours
-            logger.exception("request %s: its text could not be made", request.request_id)
-            return self._fail(request, f"the text of token {token_id} could not be made: {error}")
-        output = self._output(request) if news.finish_reason is None else self._finish(request, news.finish_reason)
-        output.token_ids, output.text, output.stop_reason = [token_id], news.text, news.stop_reason
-        output.logprobs = None if logprobs is None else [logprobs]
-        output.prompt_logprobs = request.prompt_logprobs if request.num_generated == 1 else None
-        return output
-
-    def _note_first_token(self, request: Request) -> None:
-        if request.times.first_token is None:
-            request.times.first_token = time.monotonic()
-            self.prompt_tokens += request.num_prompt_tokens
-
-    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
-        """Evict: the pages are free from here on."""
-        self.scheduler.remove(request)
-        del self.requests[request.request_id]
-        self.finished[reason.value] += 1
-        request.times.finished = time.monotonic()
-        request.finish_reason = reason
-        request.matcher = None
-        return self._output(request)
-
-    def _fail(self, request: Request, error: str, param: str | None = None) -> RequestOutput:
-        output = self._finish(request, FinishReason.ERROR)
-        output.error, output.error_param = error, param
-        return output
-
-    def _output(self, request: Request) -> RequestOutput:
-        return RequestOutput(
-            request_id=request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_generated_tokens=request.num_generated,
-            finish_reason=request.finish_reason,
-            times=request.times,
-        )
-
     def stats(self) -> EngineStats:
         return EngineStats(
             num_requests_running=len(self.scheduler.running),
@@ -402,9 +262,9 @@ class EngineCore:
             used_blocks=self.pool.num_used,
             total_blocks=self.pool.num_blocks,
             num_preemptions=self.num_preemptions,
-            prompt_tokens=self.prompt_tokens,
-            generation_tokens=self.generation_tokens,
-            request_success=dict(self.finished),
+            prompt_tokens=self.committer.prompt_tokens,
+            generation_tokens=self.committer.generation_tokens,
+            request_success=dict(self.committer.finished),
             num_steps=self.num_steps,
             prefix_cache_queries=0 if self.cache is None else self.cache.queries,
             prefix_cache_hits=0 if self.cache is None else self.cache.hits,
@@ -429,10 +289,3 @@ def _policies(config: EngineConfig) -> Policies:
         kv_reservation=KV_RESERVATION[config.kv_reservation](),
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
-
-
-def _restriction(params: SamplingParams) -> str | None:
-    """The field that forbids most tokens, if one does: at fault when none is left."""
-    if params.structured is not None:
-        return params.structured.field
-    return next((name for name in ("allowed_token_ids", "bad_words", "logit_bias") if getattr(params, name)), None)

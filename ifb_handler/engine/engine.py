@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import operator
 import random
 import threading
-import time
-import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
-from ifb_handler.engine.answers import Answers, joined, sequence_params, sequence_seed
+from ifb_handler.engine.answers import Answers, sequence_params, sequence_seed
 from ifb_handler.engine.bad_words import tokenize
 from ifb_handler.engine.beam_request import BeamRequest
 from ifb_handler.engine.config import EngineConfig
@@ -32,8 +29,10 @@ from ifb_handler.engine.grammar import Grammars
 from ifb_handler.engine.mailbox import Mailbox
 from ifb_handler.engine.model_executor import ModelExecutor
 from ifb_handler.engine.outputs import EngineStats, FinishReason, RequestOutput, StepRecord
+from ifb_handler.engine.python_api import PythonAPI
 from ifb_handler.engine.request import GenerationRequest, Request
-from ifb_handler.engine.sampling_params import SamplingParams, check_text
+from ifb_handler.engine.request_check import RequestCheck, plain_integers
+from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.scheduler import Schedule
 from ifb_handler.engine.stopping import OutputAssembler
 from ifb_handler.models.loading import open_checkpoint
@@ -44,10 +43,9 @@ from ifb_handler.models.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 STEP_RECORDS = 2048
-_RETRY_SECONDS = 0.01
 
 
-class Engine:
+class Engine(PythonAPI):
     """A model being served in flight. `Engine("smollm2-135m", max_num_seqs=32)`; the options are EngineConfig's fields.
 
     Raises ConfigError on an option that cannot be used, and whatever loading the model raises.
@@ -91,6 +89,7 @@ class Engine:
         self.pool_bytes = executor.pool_bytes
         self._core = EngineCore(executor, config)
         self.max_model_len = self._core.max_request_len
+        self._check = RequestCheck(self._core, config)
         self._grammars = Grammars(tokenizer, executor.vocab_size, executor.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._changed = threading.Condition()  # guards all that follows
@@ -126,8 +125,8 @@ class Engine:
         one output.
         Raises at once RequestError (it can never run), QueueFullError (try again later) or EngineStoppedError.
         """
-        request = dataclasses.replace(request, prompt_token_ids=_plain_integers(request.prompt_token_ids))
-        limit = self._check_request(request)
+        request = dataclasses.replace(request, prompt_token_ids=plain_integers(request.prompt_token_ids))
+        limit = self._check.max_answer_len(request)
         params = sequence_params(request.params)
         if params.bad_words:
             params = dataclasses.replace(params, bad_words=self._tokenized(params.bad_words))
@@ -177,53 +176,6 @@ class Engine:
             while ids[index] in self._sequences:
                 ids[index] += "'"
         return ids
-
-    def _check_request(self, request: GenerationRequest) -> int:
-        """-> the most tokens it may generate. Raises RequestError if it can never run."""
-        prompt = request.prompt_token_ids
-        if not len(prompt):
-            raise RequestError("prompt: is empty; it must hold at least one token", "prompt")
-        if set(map(type, prompt)) != {int} or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise RequestError(f"prompt: token ids are integers from 0 to {self.vocab_size - 1}", "prompt")
-        for field, ids in request.params.token_ids.items():
-            bad = [i for i in ids if i >= self.vocab_size]
-            if bad:
-                raise RequestError(f"{field}: {bad[0]} is not a token id, from 0 to {self.vocab_size - 1}", field)
-        if request.params.num_sequences > self.config.max_num_waiting:
-            field = "best_of" if request.params.ranked else "n"
-            raise RequestError(
-                f"{field}: {request.params.num_sequences} answers are more than the waiting queue holds: "
-                f"max_num_waiting is {self.config.max_num_waiting}",
-                field,
-            )
-        room = self.max_model_len - len(prompt)
-        if room < 1:
-            raise RequestError(
-                f"prompt: {len(prompt)} tokens leave no room for one more; prompt and answer hold at most "
-                f"{self.max_model_len} tokens",
-                "prompt",
-            )
-        if request.params.use_beam_search:
-            room = self._room_for_beams(request.params, len(prompt))
-        return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
-
-    def _room_for_beams(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """-> the most tokens of each beam's answer. Raises RequestError if so many beams can never run."""
-        field = "n" if params.best_of is None else "best_of"
-        for option in ("max_num_seqs", "max_num_batched_tokens"):
-            most = getattr(self._core, option)
-            if params.width > most:
-                raise RequestError(f"{field}: {params.width} beams are more than {option}, {most}", field)
-        if self.config.batching == "static":
-            raise RequestError('use_beam_search: true needs "batching: continuous"', "use_beam_search")
-        room = self._core.max_beam_len(num_prompt_tokens, params.width) - num_prompt_tokens
-        if room < 1:
-            raise RequestError(
-                f"{field}: {params.width} beams after a prompt of {num_prompt_tokens} tokens are more than the KV pool "
-                f"holds, {self._core.pool.num_blocks} pages of {self.config.block_size} tokens",
-                field,
-            )
-        return room
 
     def cancel(self, request_id: str) -> None:
         """End a request between two steps; its last output has finish_reason `abort`. An unknown id is no error."""
@@ -369,91 +321,8 @@ class Engine:
             for done in self._checks:
                 done.set_exception(RuntimeError(error or "the engine has stopped"))
 
-    # The Python API.
-
-    def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[RequestOutput]:
-        """Continue every prompt (text or token ids) -> its whole answer, in the order of the prompts.
-
-        A prompt with `n` above 1 has its answers one after the other, as `index` tells.
-        `params` is for all prompts or one for each. Raises RequestError if a prompt can never run; the others are then
-        cancelled. A request that fails later has finish_reason `error` and its `error`.
-        """
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        requests = [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        answers = {(r.request_id, i): RequestOutput(r.request_id) for r in requests for i in range(r.params.n)}
-        mailbox = Mailbox()
-        todo = deque(requests)
-        num_live = 0
-        try:
-            while todo or num_live:
-                num_live += self._submit_what_fits(todo, mailbox, wait=not num_live)
-                for output in mailbox.collect():
-                    key = output.request_id, output.index
-                    answers[key] = joined(answers[key], output)
-                    num_live -= output.finished
-        except BaseException:
-            for request in requests:
-                self.cancel(request.request_id)
-            raise
-        return list(answers.values())
-
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding the news as they come. Closing the iterator cancels the request.
-
-        Raises RequestError as `submit` does, and for a `best_of` above `n`, whose answers are known at the end only.
-        """
-        request = self._request(prompt, params)
-        if request.params.ranked:
-            raise RequestError("best_of: answers are not streamed where it is above n", "best_of")
-        mailbox = Mailbox()
-        self.submit(request, mailbox)
-        try:
-            num_live = request.params.n
-            while num_live:
-                for output in mailbox.collect():
-                    num_live -= output.finished
-                    yield output
-        finally:
-            self.cancel(request.request_id)
-
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> GenerationRequest:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("prompt: this engine has no tokenizer; give token ids", "prompt")
-            check_text("prompt", prompt)
-            prompt = self.tokenizer.encode(prompt)
-        return GenerationRequest(f"python-{uuid.uuid4().hex}", prompt, params or SamplingParams())
-
-    def _submit_what_fits(self, todo: deque[GenerationRequest], mailbox: Mailbox, wait: bool) -> int:
-        """Submit from the head of `todo` until the waiting queue is full -> how many answers. `wait`: at least one."""
-        submitted = 0
-        while todo:
-            try:
-                self.submit(todo[0], mailbox)
-            except QueueFullError:
-                if submitted or not wait:
-                    break
-                time.sleep(_RETRY_SECONDS)  # others fill the queue; nothing of ours will tell us when it has room
-            else:
-                submitted += todo.popleft().params.n
-        return submitted
-
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-
-def _plain_integers(ids: Sequence[Any]) -> Sequence[Any]:
-    """`ids` with numpy's and torch's integers as Python's; what is no integer, a truth value too, stays as it is."""
-    if set(map(type, ids)) <= {int}:
-        return ids
-    try:
-        return [
-            i if isinstance(i, bool) or str(getattr(i, "dtype", "")) == "torch.bool" else operator.index(i) for i in ids
-        ]
-    except TypeError:
-        return ids
