@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ifb_kernels import native
+from ifb_kernels import large_pages, native
 from ifb_kernels.decoder_layers import NativeLinear
 from ifb_kernels.native_product import NativeProduct
 
@@ -134,11 +134,12 @@ class GroupedLinear:
         library.ifb_linear_panel(ctypes.byref(panel))
         codes = _in_panels(weight.codes, panel.value)
         if weight.bits == 4:
-            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+            codes = _in_words(codes)
         scales = _in_panels(weight.scales, panel.value)
         minimums = None if weight.minimums is None else _in_panels(weight.minimums, panel.value)
-        self._tensors = [codes, scales] if minimums is None else [codes, scales, minimums]
-        addresses = [None if t is None else t.data_ptr() for t in (codes, scales, minimums, self.bias)]
+        self._tensors = [large_pages.copy(t) for t in (codes, scales, minimums) if t is not None]
+        addresses = [t.data_ptr() for t in self._tensors] + [None] * (3 - len(self._tensors))
+        addresses.append(None if self.bias is None else self.bias.data_ptr())
         structure = _GroupedWeights(*addresses, weight.out_features, weight.in_features, weight.bits)
         self._product = NativeProduct(library.ifb_linear_grouped, structure, weight.out_features)
 
@@ -162,6 +163,13 @@ class GroupedLinear:
         weights = (self._weight.rows(slice(start, start + step)).dequantize() for start in starts)
         y = torch.cat([torch.nn.functional.linear(x, weight) for weight in weights], dim=1)
         return y if self.bias is None else y + self.bias
+
+
+def _in_words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, uint8 [panels, N, panel], as int32 [panels, N / 8, panel]: the first in a word's lowest bits."""
+    pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+    parts = pairs.view(pairs.shape[0], -1, 4, pairs.shape[2]).transpose(2, 3)
+    return parts.contiguous().view(torch.int32).squeeze(3)
 
 
 def _in_panels(rows: torch.Tensor, panel: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from ifb_kernels import native
+from ifb_kernels import large_pages, native
 from ifb_kernels.decoder_layers import NativeLinear
 from ifb_kernels.native_product import NativeProduct
 
@@ -60,7 +60,7 @@ class Int8Linear:
         panel = ctypes.c_int()
         library.ifb_linear_panel(ctypes.byref(panel))
         panels = -(-out_features // panel.value)
-        self.packed = torch.empty(panels * panel.value, codes.shape[1], dtype=torch.int8)
+        self.packed = large_pages.empty((panels * panel.value, codes.shape[1]), torch.int8)
         library.ifb_linear_int8_pack(
             self.packed.data_ptr(), codes.data_ptr(), out_features, codes.shape[1], torch.get_num_threads()
         )

@@ -7,15 +7,12 @@ found through block tables, after PagedAttention (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from ifb_kernels import large_pages
 from ifb_kernels.kv_quantization import SCALE_DTYPE, is_quantized, stored_dtype
-
-_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,9 @@ def zero_pages(
     """Pages of `num_layers` layers, all zeros; quantized ones (int8, float8_e4m3fn) with their scales."""
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return (
-            _zeros_in_large_pages(shape, dtype)
-            if device.type == "cpu"
-            else torch.zeros(shape, dtype=dtype, device=device)
-        )
+        if device.type == "cpu":
+            return large_pages.zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def layer() -> LayerKV:
         keys, values = zeros(key_shape, stored_dtype(dtype)), zeros(value_shape, stored_dtype(dtype))
@@ -106,16 +101,3 @@ def heads_together(tokens: torch.Tensor) -> torch.Tensor:
     if tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]:
         return tokens
     return tokens.contiguous()
-
-
-def _zeros_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, in memory that is the process's from now on: no step waits for the system to hand it out.
-
-    numpy asks the system for large pages, which torch does not: attention walks all over the pool, and with small ones
-    it would miss the processor's table of addresses at every page.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    # numpy's own start lies 16 bytes into a line, so that every vector a kernel loads would straddle two.
-    memory = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes]).zero_().view(dtype).view(shape)

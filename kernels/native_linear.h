@@ -15,6 +15,7 @@ constexpr int kVecs = 3, kPanel = kVecs * kLanes;  // outputs in a panel
 constexpr int kRows = kAccumulators / kVecs;       // rows of x taken together
 constexpr int kDepth = 576;                        // channels at a time: kRows rows of x stay in the first-level cache
 constexpr int kTasksPerThread = 4;
+constexpr int kFewRows = 64;                       // up to here the weights' way from memory counts
 
 // y[i][0 .. width) = before + sums[i], for `Rows` rows, where `before` is y itself or, at the first channels, the bias
 // (null: zero).
@@ -35,22 +36,29 @@ inline __attribute__((always_inline)) void add_sums(const Vec (&sums)[Rows][kVec
     }
 }
 
-// The same, where the sums are those over `depth` channels of x[i][d] * panel[d][0 .. width).
+// sums[i] += the sums over `depth` channels of x[i][d] * panel[d].
 template <int Rows, typename T>
-void multiply(const float* x, int64_t x_stride, const T* panel, int depth, const float* bias, bool first, float* y,
-              int64_t y_stride, int width) {
-  Vec sums[Rows][kVecs] = {};
+inline __attribute__((always_inline)) void add_products(Vec (&sums)[Rows][kVecs], const float* x, int64_t x_stride,
+                                                        const T* panel, int depth) {
   for (int d = 0; d < depth; ++d) {
     Vec weights[kVecs];
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) weights[v] = load(panel + d * kPanel + v * kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const Vec value = splat(x[i * x_stride + d]);
+      const Vec value = splat_at(x + i * x_stride + d);
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; ++v) sums[i][v] = multiply_add(value, weights[v], sums[i][v]);
     }
   }
+}
+
+// y[i][0 .. width) = before + the products' sums over `depth` channels, for `Rows` rows of x.
+template <int Rows, typename T>
+void multiply(const float* x, int64_t x_stride, const T* panel, int depth, const float* bias, bool first, float* y,
+              int64_t y_stride, int width) {
+  Vec sums[Rows][kVecs] = {};
+  add_products<Rows>(sums, x, x_stride, panel, depth);
   add_sums<Rows>(sums, bias, first, y, y_stride, width);
 }
 
@@ -81,7 +89,14 @@ void for_each_task(int64_t rows, int64_t out, int threads, F f) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t chunk = threads == 1 ? rows : (blocks + chunks_wanted - 1) / chunks_wanted * kRows;
   const int64_t chunks = chunk ? (rows + chunk - 1) / chunk : 0;
-  // Tasks are dealt as threads become free: one that the system has put aside holds up a task, not its share of them.
+  // With few rows a task is little more than reading its panel: each thread reads a run of them, as its core foresees.
+  if (rows <= kFewRows) {
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t p = 0; p < panels; ++p)
+      for (int64_t c = 0; c < chunks; ++c) f(p, c * chunk, std::min(rows, (c + 1) * chunk));
+    return;
+  }
+  // With many they are dealt as threads become free: one that the system has put aside holds up a task, not its share.
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t p = 0; p < panels; ++p)
     for (int64_t c = 0; c < chunks; ++c) f(p, c * chunk, std::min(rows, (c + 1) * chunk));

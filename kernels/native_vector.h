@@ -64,7 +64,17 @@ inline void with_page_type(DataType type, F f) {
 
 inline int64_t bytes_of(DataType type) { return type == kFloat32 ? 4 : type == kInt8 || type == kFloat8 ? 1 : 2; }
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // x + 0 would be a sum to compute: it turns -0 into 0
+
+// A splat for several products: read once into a register. Left to itself, GCC reads memory anew for each of them.
+inline Vec splat_at(const float* p) {
+  Vec v = splat(*p);
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 inline VecBits splat_bits(uint32_t x) { return VecBits{} + x; }
 inline Vec as_float(VecBits x) { return (Vec)x; }
 inline VecBits as_bits(Vec x) { return (VecBits)x; }
@@ -114,8 +124,7 @@ inline void store_halves(void* p, VecBits v) {
 
 inline Vec widened(VecBits halves, Bfloat16) { return as_float(halves << 16); }
 
-template <typename Half>
-inline Vec load(const Half* p) { return widened(load_halves(p), Half{}); }
+inline Vec load(const Bfloat16* p) { return widened(load_halves(p), Bfloat16{}); }
 
 inline void store(Bfloat16* p, Vec v) {  // rounds to nearest, ties to even; NaN stays NaN
   VecBits x = as_bits(v);
@@ -128,6 +137,16 @@ inline Vec widened(VecBits h, Float16) {
   Vec magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
   VecBits special = (h & 0x7c00u) == 0x7c00u ? splat_bits(0x7f800000u) : splat_bits(0);
   return as_float(as_bits(magnitude) | special | ((h & 0x8000u) << 16));
+}
+
+inline Vec load(const Float16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return widened(load_halves(p), Float16{});
+#endif
 }
 
 inline void store(Float16* p, Vec v) {  // rounds to nearest, ties to even, over to infinity; NaN stays NaN

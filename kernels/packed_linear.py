@@ -11,7 +11,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from ifb_kernels import native
+from ifb_kernels import large_pages, native
 from ifb_kernels.decoder_layers import NativeLinear
 from ifb_kernels.native_product import NativeProduct
 
@@ -42,7 +42,7 @@ class PackedLinear:
         panel = ctypes.c_int()
         library.ifb_linear_panel(ctypes.byref(panel))
         panels = -(-self.out_features // panel.value)
-        self.packed = torch.empty(panels, self.in_features, panel.value, dtype=weight.dtype)
+        self.packed = large_pages.empty((panels, self.in_features, panel.value), weight.dtype)
         library.ifb_linear_pack(
             self.packed.data_ptr(),
             weight.data_ptr(),
