@@ -25,17 +25,17 @@ class _Chunks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._memory: weakref.ref[np.ndarray] | None = None
+        self._memory: weakref.ref[np.ndarray] | None = None  # the array that owns it: slices keep that one alive
         self._used = 0
 
     def cut(self, num_bytes: int) -> np.ndarray:
         with self._lock:
             memory = self._memory() if self._memory is not None else None
             if memory is None or self._used + num_bytes > memory.nbytes:
-                memory = _aligned(max(num_bytes, _CHUNK_BYTES))
-                self._memory, self._used = weakref.ref(memory), 0
+                memory = _allocate(max(num_bytes, _CHUNK_BYTES))
+                self._memory, self._used = weakref.ref(memory), _offset(memory)
             start = self._used
-            self._used = _rounded_up(start + num_bytes)
+            self._used = start + -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             return memory[start : start + num_bytes]
 
 
@@ -54,18 +54,20 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in memory of their own, which is the process's from now on: no step waits for the system to hand it out."""
-    return _as_tensor(_aligned(math.prod(shape) * dtype.itemsize), shape, dtype).zero_()
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = _allocate(num_bytes)
+    start = _offset(memory)
+    return _as_tensor(memory[start : start + num_bytes], shape, dtype).zero_()
 
 
 def _as_tensor(memory: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
-def _aligned(num_bytes: int) -> np.ndarray:
-    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[start : start + num_bytes]
+def _allocate(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
 
 
-def _rounded_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _offset(memory: np.ndarray) -> int:
+    """Where its first page of 4 KB starts."""
+    return -memory.ctypes.data % _ALIGNMENT_BYTES
