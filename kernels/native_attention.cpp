@@ -13,7 +13,10 @@
 // exponentials, weighted values); spans are merged in order. One thread may walk all spans of its rows, or several
 // threads take a span each (FlashDecoding): the arithmetic, and so every bit of the result, is the same.
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <vector>
 
@@ -386,11 +389,16 @@ extern "C" void ifb_paged_attention(void* output, const void* queries, int64_t q
   Plan& plan = own_plan;  // the calling thread's, also inside the parallel region
   plan.build(p, threads);
   const int num_tasks = int(plan.tasks.size()), num_split = int(plan.split.size());
+  // A prefill's tasks, which are long, are bound by arithmetic, and those of decode rows by memory: half the threads
+  // begin at the short end, so that the two run side by side.
+  std::atomic<int> num_taken{0}, num_from_the_front{0}, num_from_the_back{0};
 #pragma omp parallel num_threads(threads) if (threads > 1 && num_tasks > 1)
   {
     static thread_local Workspace work;
-#pragma omp for schedule(dynamic, 1)
-    for (int t = 0; t < num_tasks; ++t) run_task(p, plan, plan.tasks[t], work);
+    const bool from_the_back = omp_get_thread_num() % 2;
+    while (num_taken++ < num_tasks)
+      run_task(p, plan, plan.tasks[from_the_back ? num_tasks - ++num_from_the_back : num_from_the_front++], work);
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
     for (int s = 0; s < num_split; ++s) merge_spans(p, plan, plan.units[plan.split[s]], work);
   }

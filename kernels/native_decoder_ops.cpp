@@ -6,7 +6,7 @@
 namespace ifb {
 namespace {
 
-constexpr int64_t kWorthThreads = 32768;  // values; below this, waking other threads costs more than it saves
+constexpr int64_t kWorthThreads = 8192;  // values; below this, waking other threads costs more than it saves
 
 // `outer` by `inner` rows of `size` values; rows of one outer index are contiguous, outer ones `stride` values apart.
 template <typename T>

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -229,20 +230,28 @@ inline Vec rounded_to<float>(Vec v) { return v; }
 
 // ---- reductions and the exponential ---------------------------------------------------------------------------------
 
-inline float sum_of(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+// Lane i becomes lane i + By, around. (Two names for one instruction: GCC before 12 lacks Clang's.)
+template <int By, int... I>
+inline Vec rotated(Vec v, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, ((I + By) % kLanes)...);
+#else
+  return __builtin_shuffle(v, VecInt{((I + By) % kLanes)...});
+#endif
 }
 
+// f of all lanes: of the halves, of the halves of that, and so on.
+template <int Width = kLanes / 2, typename F>
+inline float reduced(Vec v, F f) {
+  if constexpr (Width == 0) return v[0];
+  else return reduced<Width / 2>(f(v, rotated<Width>(v, std::make_integer_sequence<int, kLanes>())), f);
+}
+
+inline float sum_of(Vec v) {
+  return reduced(v, [](Vec a, Vec b) { return a + b; });
+}
 inline float max_of(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+  return reduced(v, [](Vec a, Vec b) { return maximum(a, b); });
 }
 
 // 2^x for x <= 126, within 2 units in the last place; exactly 0 below -126 and for -infinity.
