@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def test_tensors_asked_for_one_after_another_lie_side_by_side_and_do_not_overlap
     for i, tensor in enumerate(tensors):
         assert tensor.data_ptr() % 4096 == 0
         assert torch.equal(tensor, torch.full((1000 + i, 3), float(i)))
-    gaps = {b.data_ptr() - a.data_ptr() for a, b in zip(tensors, tensors[1:], strict=False)}
+    gaps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(tensors)}
     assert gaps <= {12288, 16384}
 
 
@@ -39,4 +40,5 @@ def test_zeros_are_zeros_and_a_copy_is_equal() -> None:
     assert not large_pages.zeros((3, 5), torch.bfloat16).any()
     turned = torch.arange(12).view(3, 4).T
     copied = large_pages.copy(turned)
-    assert copied.is_contiguous() and torch.equal(copied, turned)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, turned)
