@@ -69,7 +69,8 @@ class EngineConfig:
     tokenizer                  a tokenizer from elsewhere: folder, tokenizer.json or hub id; None: the model's own
     served_model_name          the name in answers; None: the model's own
     dtype                      auto, float32, bfloat16 or float16; auto is float32 on CPU, the checkpoint's own on a GPU
-    quantization               None: weights in the dtype above. On a CPU also
+    quantization               None: weights in the dtype above; in float32 on a CPU those of a Q4_0, Q4_1 or Q8_0 GGUF
+                               file stay in its codes, which gives the same bits sooner. On a CPU also
                                int8: linear layers, the output projection included, multiply in 8-bit integers, with a
                                scale for each output channel and each token;
                                int8_weight_only, int4_weight_only: their weights are codes of 8 or 4 bits, a scale for

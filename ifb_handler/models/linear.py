@@ -75,6 +75,11 @@ def packs(weight: torch.Tensor, quantization: str | None = None) -> bool:
     return quantization is not None or _suits_onednn(weight) or can_pack(weight)
 
 
+def multiplies_codes_as_floats(weight: torch.Tensor) -> bool:
+    """Whether a `GroupedWeight` gives the bits that a weight of this one's dtype and device would, and in less time."""
+    return weight.dtype == torch.float32 and can_pack(weight)
+
+
 def _suits_onednn(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False

@@ -13,7 +13,7 @@ from ifb_handler.models.decoder import Decoder, DecoderLayer
 from ifb_handler.models.decoder_config import DTYPES, DecoderConfig, as_token_ids
 from ifb_handler.models.embedding import Embedding
 from ifb_handler.models.errors import ModelError
-from ifb_handler.models.linear import WEIGHT_ONLY_BITS, Linear, packs
+from ifb_handler.models.linear import WEIGHT_ONLY_BITS, Linear, multiplies_codes_as_floats, packs
 from ifb_handler.models.memory import release_freed_memory, release_startup_code
 from ifb_handler.models.progress import Progress
 from ifb_handler.models.source import ModelFiles
@@ -44,8 +44,9 @@ def load_model(
     """Load the weights of `files` onto `device`.
 
     `dtype` is float32, bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. `quantization` is
-    one of QUANTIZATIONS, which all linear layers put their weights in (on a CPU); None: as they are. Raises ModelError
-    naming the tensor that is missing, unexpected or of the wrong shape.
+    one of QUANTIZATIONS, which all linear layers put their weights in (on a CPU); None: as they are, which may be in a
+    GGUF file's codes where products come out the same. Raises ModelError naming the tensor that is missing, unexpected
+    or of the wrong shape.
     """
     checkpoint = open_checkpoint(files)
     config = dataclasses.replace(checkpoint.config, dtype=_choose_dtype(dtype, device, checkpoint.config))
@@ -183,9 +184,12 @@ class _Loader:
         return room
 
     def _grouped(self, parts: dict[str, int], in_features: int, quantization: str | None) -> GroupedWeight | None:
-        """The checkpoint's own codes, where they are of no more bits than `quantization` asks for."""
-        bits = WEIGHT_ONLY_BITS.get(quantization or "")
-        if bits is None:
+        """The checkpoint's own codes: of no more bits than `quantization` asks for, or wherever that loses nothing."""
+        if quantization is not None:
+            bits = WEIGHT_ONLY_BITS.get(quantization, 0)
+        else:
+            bits = max(WEIGHT_ONLY_BITS.values()) if multiplies_codes_as_floats(self._scratch) else 0
+        if bits == 0:
             return None
         weights = []
         for name, out_features in parts.items():
