@@ -13,7 +13,7 @@ from ifb_kernels.layout import LayerKV, RaggedLayout
 from ifb_kernels.synthetic import SyntheticBatch, synthetic_batch
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 # (query tokens, context tokens): decode rows and prefill chunks, around the borders of pages, of the kernel's spans of
 # 256 keys and of its tiles of rows.
