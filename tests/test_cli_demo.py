@@ -59,14 +59,14 @@ def test_signs_on_a_terminal_stand_where_letters_stand_in_a_log() -> None:
 
 def test_a_reply_is_complete_only_with_its_end_and_its_counts() -> None:
     whole = {"text": "x", "finish_reason": "stop", "completion_tokens": 1, "closed": True}
-    assert Reply(Question("q", "?", 1, 0.0), **whole).complete
+    assert Reply(Question("q", "?", 1, 0), **whole).complete
     for missing in whole:
-        assert not Reply(Question("q", "?", 1, 0.0), **{k: v for k, v in whole.items() if k != missing}).complete
-    assert not Reply(Question("q", "?", 1, 0.0), error="cut off", **whole).complete
+        assert not Reply(Question("q", "?", 1, 0), **{k: v for k, v in whole.items() if k != missing}).complete
+    assert not Reply(Question("q", "?", 1, 0), error="cut off", **whole).complete
 
 
 def test_the_demo_fails_unless_every_answer_arrived_whole() -> None:
-    whole, broken = (Reply(Question(name, "?", 1, 0.0), "id", "x", 0.0, [1.0], 1, 1, "stop") for name in ("a", "b"))
+    whole, broken = (Reply(Question(name, "?", 1, 0), "id", "x", 0.0, [1.0], 1, 1, "stop") for name in ("a", "b"))
     whole.closed = True
     DemoRun([whole], "").check()
     with pytest.raises(CliError, match=r"1 of 2 answers did not arrive whole: b \(the stream broke off\)"):

@@ -14,12 +14,12 @@ import httpx
 
 @dataclass(frozen=True)
 class Question:
-    """What one client asks, `delay` seconds after the start."""
+    """What one client asks, once the first client has had `after` characters of its answer."""
 
     name: str
     prompt: str
     max_tokens: int
-    delay: float
+    after: int
 
 
 @dataclass
