@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -114,6 +115,32 @@ def test_a_full_waiting_queue_refuses_one_more_and_takes_it_later(gated: tuple[E
     while engine.stats().num_requests_waiting:
         mailbox.collect(timeout=30)
     engine.submit(GenerationRequest("refused", [1], GREEDY), mailbox)
+
+
+def test_the_next_opening_is_the_running_steps_end_and_none_when_one_more_would_wait(
+    gated: tuple[Engine, GatedExecutor],
+) -> None:
+    engine, executor = gated
+    mailbox = Mailbox()
+    assert engine.next_opening() <= time.monotonic(), "at once"
+    engine.submit(GenerationRequest("first", [1], GREEDY), mailbox)
+    executor.entered.acquire()
+    time.sleep(0.2)
+    executor.gate.release()  # a step of a fifth of a second, and another like it
+    executor.entered.acquire()
+    started = time.monotonic()
+    assert started + 0.1 < engine.next_opening() < started + 5.0
+    for i in range(3):
+        assert engine.next_opening() is not None
+        engine.submit(GenerationRequest(f"more-{i}", [1], GREEDY), mailbox)
+    assert engine.next_opening() is None, "the four places of the batch are taken"
+    engine.submit(GenerationRequest("too many", [1], GREEDY), mailbox)
+    executor.gate.release()
+    executor.entered.acquire()
+    assert engine.next_opening() is None
+    assert engine.is_waiting("too many")
+    assert not engine.is_waiting("first")
+    assert not engine.is_waiting("nobody")
 
 
 def test_cancel_ends_a_running_and_a_waiting_request_with_abort_and_frees_their_pages(

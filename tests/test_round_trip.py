@@ -233,6 +233,31 @@ def test_a_waiting_stream_is_probed_too(frontend: Frontend, monkeypatch: pytest.
     assert not any(client.done for client in running)
 
 
+def test_clients_in_the_queue_are_probed_seldom_and_those_that_hold_pages_often(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "FIRST_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(conversation, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(conversation, "QUEUED_PROBE_SECONDS", 600.0)
+    executor = frontend.engine._core.executor
+    execute = executor.execute
+    monkeypatch.setattr(executor, "execute", lambda batch: (time.sleep(0.05), execute(batch))[1])
+    running = [frontend.send("", FOREVER) for _ in range(4)]
+    while frontend.engine.stats().num_requests_running < 4:
+        frontend.round_trip()
+    queued = [frontend.send("", {**FOREVER, "stream": stream}) for stream in (False, True)]
+    while not all(frontend.engine.is_waiting(client.request_id) for client in queued):
+        frontend.round_trip()
+    frontend.round_trip()
+    before = [len(client.chunks) for client in (*running, *queued)]
+    for _ in range(3):
+        frontend.round_trip()
+    after = [len(client.chunks) for client in (*running, *queued)]
+    assert [now - then for then, now in zip(before, after, strict=True)] == [3] * 4 + [0] * 2
+    for client in queued:
+        frontend.engine.cancel(client.request_id)
+
+
 def test_an_answer_larger_than_a_reply_may_be_goes_out_in_pieces(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, greedy: Callable[[str, int], list[int]]
 ) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,7 @@ from ifb_handler.engine.request import GenerationRequest, Request
 from ifb_handler.engine.request_check import RequestCheck, plain_integers
 from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.scheduler import Schedule
+from ifb_handler.engine.step_time import StepTime
 from ifb_handler.engine.stopping import OutputAssembler
 from ifb_handler.models.loading import open_checkpoint
 from ifb_handler.models.progress import Progress
@@ -87,6 +89,7 @@ class Engine(PythonAPI):
         self.eos_token_ids = executor.eos_token_ids
         self.weight_bytes = executor.weight_bytes
         self.pool_bytes = executor.pool_bytes
+        self.on_cpu = executor.on_cpu
         self._core = EngineCore(executor, config)
         self.max_model_len = self._core.max_request_len
         self._check = RequestCheck(self._core, config)
@@ -102,6 +105,8 @@ class Engine(PythonAPI):
         self._accepting = True
         self._stopping = False
         self._unpublished: StepResult | None = None
+        self._step_time = StepTime()
+        self._step_ends = 0.0
         self._observe()
         self._records: deque[StepRecord] = deque(maxlen=STEP_RECORDS)
         self._thread = threading.Thread(target=self._run, name="ifb-engine", daemon=True)
@@ -205,6 +210,19 @@ class Engine(PythonAPI):
     def is_healthy(self) -> bool:
         return self._thread.is_alive()
 
+    def next_opening(self) -> float | None:
+        """About when the running step ends, by `time.monotonic()`: a request that is here by then can join the next.
+
+        In the past where no step runs; None where one more request would have to wait for others to end.
+        """
+        with self._changed:
+            full = self._num_free_rows <= len(self._submitted) or self._stats.num_requests_waiting > 0
+            return None if full else self._step_ends
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether, as of the last step, the request is in the queue and holds no pages."""
+        return request_id in self._waiting
+
     def stats(self) -> EngineStats:
         """As of the last step, with the requests submitted since then among the waiting."""
         with self._changed:
@@ -234,12 +252,20 @@ class Engine(PythonAPI):
             while not self._stopping:
                 schedule = self._take_in()
                 if schedule is not None:
-                    self._unpublished = self._core.run(schedule)
+                    self._unpublished = self._execute(schedule)
         except Exception as failure:
             logger.exception("the engine thread died")
             error = f"the engine failed: {failure}"
         finally:
             self._end_all(error)
+
+    def _execute(self, schedule: Schedule) -> StepResult:
+        num_tokens = sum(schedule.num_tokens.values())
+        started = time.monotonic()
+        self._step_ends = started + self._step_time.estimate(num_tokens)
+        result = self._core.run(schedule)
+        self._step_time.observe(num_tokens, time.monotonic() - started)
+        return result
 
     def _take_in(self) -> Schedule | None:
         """Between two steps: wait for work, take the new requests, end the cancelled ones, and decide the next step.
@@ -278,6 +304,7 @@ class Engine(PythonAPI):
         """What the door knows of the core, which is the thread's."""
         self._stats = self._core.stats()
         self._num_free_rows = self._core.scheduler.num_free_rows
+        self._waiting = frozenset(request.request_id for request in self._core.scheduler.waiting)
 
     def _publish(self) -> None:
         """Tell what the last step has brought, if it has not been told yet. Called with the lock held."""

@@ -23,6 +23,7 @@ class Executor(ABC):
                             one length can share pages; None: they never do
     weight_bytes            memory of the weights
     pool_bytes              memory of the pool's pages
+    on_cpu                  it computes on the cores that all else runs on, too
     """
 
     num_blocks: int
@@ -34,6 +35,7 @@ class Executor(ABC):
     max_shared_prompt_len: int | None = None
     weight_bytes: int = 0
     pool_bytes: int = 0
+    on_cpu: bool = True
 
     @abstractmethod
     def execute(self, batch: Batch) -> torch.Tensor:

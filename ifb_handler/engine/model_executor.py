@@ -28,6 +28,7 @@ class ModelExecutor(Executor):
 
     def __init__(self, config: EngineConfig, files: ModelFiles, progress: Progress | None = None) -> None:
         self.device = _device(config.device)
+        self.on_cpu = self.device.type == "cpu"
         if config.num_threads is not None:
             cores = os.cpu_count() or 1
             if config.num_threads > cores:

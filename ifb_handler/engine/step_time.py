@@ -43,6 +43,13 @@ class StepTime:
         per_token = min(max(0.0, per_token), mean_y / mean_x)
         return mean_y - per_token * mean_x, per_token
 
+    def estimate(self, num_tokens: int) -> float:
+        """Seconds that a step of `num_tokens` will take; 0 while no step is known."""
+        if not self.is_known:
+            return 0.0
+        fixed, per_token = self.fit()
+        return fixed + per_token * num_tokens
+
     @property
     def variance(self) -> float:
         """Of the number of tokens."""

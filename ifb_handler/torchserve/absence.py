@@ -18,53 +18,52 @@ ABSENCE_TICKS = 10
 
 
 class Absence:
-    """Calls `on_absence`, on its own thread and never during a call, when TorchServe has stopped calling."""
+    """Calls `on_absence`, on its own thread and never during a call, when TorchServe has stopped calling.
+
+    While calls come nobody wakes that thread: it looks at them by itself, every TICK_SECONDS.
+    """
 
     def __init__(self, on_absence: Callable[[], None]) -> None:
         self._on_absence = on_absence
-        self._call = threading.Lock()  # held during a call
-        self._changed = threading.Condition()
+        self._call = threading.Lock()  # held during a call, and by whoever changes what follows
+        self._num_calls = 0
         self._armed = False
-        self._arms = 0
-        self._closed = False
+        self._watching = threading.Event()
+        self._closed = threading.Event()
         threading.Thread(target=self._watch, name="ifb-absence", daemon=True).start()
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """Around a call."""
         with self._call:
+            self._num_calls += 1
             self._armed = False
+            if not self._watching.is_set():
+                self._watching.set()
             yield
 
     def arm(self) -> None:
         """At the end of a call whose reply holds a chunk for every request that is still live."""
-        with self._changed:
-            self._armed = True
-            self._arms += 1
-            self._changed.notify()
+        self._armed = True
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed.set()
+        self._watching.set()
 
     def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._armed or self._closed)
-                if self._closed:
-                    return
-                arms = self._arms
-            if self._still_armed(arms):
-                with self._call:
-                    if self._armed and self._arms == arms:
+        while self._watching.wait() and not self._closed.is_set():
+            num_calls = self._wait_for_silence()
+            with self._call:
+                if self._num_calls == num_calls and not self._closed.is_set():
+                    self._watching.clear()
+                    if self._armed:
                         self._armed = False
                         self._on_absence()
 
-    def _still_armed(self, arms: int) -> bool:
-        pause = threading.Event()
-        for _ in range(ABSENCE_TICKS):
-            pause.wait(TICK_SECONDS)
-            if self._closed or not self._armed or self._arms != arms:
-                return False
-        return True
+    def _wait_for_silence(self) -> int:
+        """Until there has been no call for ABSENCE_TICKS, or it is closed -> how many calls there were before."""
+        num_calls, silent_ticks = -1, 0
+        while silent_ticks < ABSENCE_TICKS and not self._closed.wait(TICK_SECONDS):
+            silent_ticks = silent_ticks + 1 if self._num_calls == num_calls and not self._call.locked() else 0
+            num_calls = self._num_calls
+        return num_calls

@@ -48,6 +48,14 @@ class RebuiltEngine:
         engine = self._engine
         return engine is not None and engine.is_healthy
 
+    def next_opening(self) -> float | None:
+        engine = self._engine
+        return None if engine is None else engine.next_opening()
+
+    def is_waiting(self, request_id: str) -> bool:
+        engine = self._engine
+        return engine is not None and engine.is_waiting(request_id)
+
     def stats(self) -> EngineStats:
         """The engine's; while there is none, the last ones with nothing running."""
         engine = self._engine

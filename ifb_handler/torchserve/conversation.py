@@ -30,6 +30,10 @@ JSON = "application/json"
 # hang-up frees its pages within a second; long enough that quick one-shot answers keep their Content-Length.
 PROBE_SECONDS = 0.2
 FIRST_PROBE_SECONDS = 0.4
+# Who is being told tokens will be told more when the step ends, before which no page could be freed. In the engine's
+# queue a request holds no pages, and there may be a thousand of them.
+STREAMING_PROBE_SECONDS = 0.5
+QUEUED_PROBE_SECONDS = 1.0
 # Most bytes in one reply, well under TorchServe's default max_response_size (6,553,500): more goes out in pieces.
 MAX_PIECE = 1 << 20
 
@@ -48,6 +52,10 @@ class Reply:
     phrase: str = "OK"
     content_type: str | None = JSON
     headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_probe(self) -> bool:
+        return not self.body and self.last is False
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,10 @@ class Conversation:
         """
         self._probe_at = now if large else now + FIRST_PROBE_SECONDS
 
+    def probed_in_queue(self, now: float) -> None:
+        """It holds nothing yet that others could use: the next probe has time."""
+        self._probe_at = now + QUEUED_PROBE_SECONDS
+
     def hear(self, output: RequestOutput) -> None:
         """The engine's news. Raises APIError as `Answer.add` does."""
         assert self.answer is not None
@@ -162,7 +174,7 @@ class Conversation:
         silent = not self._unsent and not self._closing
         if silent and (not self._line.probed or now < self._probe_at):
             return None
-        self._probe_at = now + PROBE_SECONDS
+        self._probe_at = now + (PROBE_SECONDS if silent else STREAMING_PROBE_SECONDS)
         return self._reply_chunk()
 
     def _compose(self) -> None:

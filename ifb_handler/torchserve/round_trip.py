@@ -31,13 +31,10 @@ from ifb_handler.torchserve.absence import Absence
 from ifb_handler.torchserve.call import Call
 from ifb_handler.torchserve.conversation import Conversation, Reply
 from ifb_handler.torchserve.inbox import Inbox
+from ifb_handler.torchserve.pace import MIN_INTERVAL, Pace
 
 logger = logging.getLogger(__name__)
 
-# A new request is seen at the next round trip, so none lasts longer than this (seconds), whatever a step takes ...
-MAX_WAIT = 0.025
-# ... and with news in hand none is shorter: quick steps share one, as each costs the frontend milliseconds.
-MIN_INTERVAL = 0.015
 # Characters of new prompts that one round trip tokenizes itself (about 6 ms); the others go to a thread of their own.
 INLINE_CHARACTERS = 8192
 # Grammars that are compiled at the same time; each takes milliseconds, one that is refused up to seconds.
@@ -52,7 +49,7 @@ class RoundTrip:
     on_finished       is told the last output of every request that the engine has finished
     on_engine_dead    is called when the engine has died and every client of its has been told so
     sees_hang_ups     TorchServe drops a request whose client it finds gone; if not, no client is probed
-    min_interval      seconds between two replies; quick steps share one, as each costs the frontend milliseconds
+    min_interval      seconds between two replies that say something, at least
     max_live          one more request is refused at once (503); None: TorchServe sees to that
     """
 
@@ -71,7 +68,7 @@ class RoundTrip:
         self._model = model
         self._on_finished = on_finished
         self._on_engine_dead = on_engine_dead
-        self._min_interval = min_interval
+        self._pace = Pace(engine.next_opening, engine.on_cpu, min_interval)
         self._max_live = max_live
         self._live: dict[str, Conversation] = {}
         self._inbox = Inbox(self._is_streaming)
@@ -79,7 +76,6 @@ class RoundTrip:
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="ifb-compile")
         self._num_requests = 0  # of the call that is being answered
         self._inline_characters = 0
-        self._last_reply = 0.0
         self._absence = Absence(self._abandon) if sees_hang_ups else None
 
     def call(self) -> AbstractContextManager[None]:
@@ -117,7 +113,9 @@ class RoundTrip:
 
     def _open(self, request_id: str, parts: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
         call = Call.of(parts, headers, self._absence is not None)
-        conversation = Conversation(request_id, time.monotonic(), call.line, call.name)
+        now = time.monotonic()
+        self._pace.opened(now)
+        conversation = Conversation(request_id, now, call.line, call.name)
         self._live[request_id] = conversation
         try:
             self._understand(conversation, call)
@@ -183,8 +181,9 @@ class RoundTrip:
     def collect(self) -> None:
         """Wait for news, unless there is some already, and hand it to the conversations."""
         if not any(conversation.has_news for conversation in self._live.values()):
-            self._inbox.wait(MAX_WAIT)
-            time.sleep(max(0.0, self._last_reply + self._min_interval - time.monotonic()))
+            self._inbox.wait(self._pace.patience(time.monotonic()))
+            if pause := self._pace.pause(time.monotonic()):
+                time.sleep(pause)
         outputs, tokenized = self._inbox.take()
         for request_id, tokens in tokenized:
             self._about(request_id, self._submit_tokenized, tokens)
@@ -228,7 +227,7 @@ class RoundTrip:
 
     def replies(self, context: Any) -> list[bytes | None]:
         """What a handler returns; `context` is left saying how each reply is meant."""
-        now = self._last_reply = time.monotonic()
+        now = time.monotonic()
         ids: dict[int, str] = context.request_ids
         replies: list[bytes | None] = [None] * self._num_requests
         context.stopping_criteria = {}
@@ -242,6 +241,8 @@ class RoundTrip:
             _set_reply(context, index, reply)
             if conversation.over:
                 del self._live[request_id]
+        if num_told := sum(map(bool, replies)):
+            self._pace.told(now, num_told)
         if self._absence and self._live and self._live.keys() <= set(ids.values()):
             self._absence.arm()
         if not self._live and not self._engine.is_healthy:
@@ -261,7 +262,10 @@ class RoundTrip:
         try:
             if conversation.has_expired(now):
                 raise expired(conversation.answer.asked.timeout)
-            return conversation.next_reply(now)
+            reply = conversation.next_reply(now)
+            if reply is not None and reply.is_probe and all(map(self._engine.is_waiting, conversation.engine_ids)):
+                conversation.probed_in_queue(now)
+            return reply
         except Exception as error:
             self._fail(conversation, error)
             return conversation.next_reply(now)
