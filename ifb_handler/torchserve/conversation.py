@@ -23,6 +23,7 @@ from ifb_handler.api.errors import APIError
 from ifb_handler.api.plain import PlainAnswer
 from ifb_handler.api.served_model import ServedModel
 from ifb_handler.engine.outputs import RequestOutput
+from ifb_handler.torchserve.inbox import Urgency
 
 JSON = "application/json"
 
@@ -93,6 +94,7 @@ class Conversation:
         self._opened_at = now
         self._probe_at = math.inf
         self._outputs: list[RequestOutput] = []
+        self._has_heard = False
         self._body: str | None = None  # an answer that is complete
         self._error: APIError | None = None
         self._unsent = b""
@@ -121,6 +123,13 @@ class Conversation:
         return self._line.can_stream and self.answer is not None and self.answer.asked.stream
 
     @property
+    def urgency(self) -> Urgency:
+        """Of the next token."""
+        if not self.wants_events:
+            return Urgency.NONE
+        return Urgency.SOON if self._has_heard else Urgency.NOW
+
+    @property
     def has_news(self) -> bool:
         """Whether the next reply will say something, a probe aside."""
         return bool(self._body is not None or self._error or self._outputs or self._unsent)
@@ -144,6 +153,7 @@ class Conversation:
         """The engine's news. Raises APIError as `Answer.add` does."""
         assert self.answer is not None
         if self.wants_events:
+            self._has_heard = True
             self._outputs.append(output)
             return
         self.answer.add(output)

@@ -20,9 +20,9 @@ SHORTEST, LONGEST = 0.025, 0.2
 # With news in hand: seconds between two replies, since each costs the frontend milliseconds; quick steps share one.
 MIN_INTERVAL = 0.015
 # On a CPU the interval is longer after a reply to many: so much for each of them, up to a length that nobody who reads
-# an answer minds.
-SECONDS_PER_CLIENT = 0.0015
-LONGEST_INTERVAL = 0.05
+# an answer minds. A first token waits for none of this (see inbox.py).
+SECONDS_PER_CLIENT = 0.003
+LONGEST_INTERVAL = 0.1
 
 
 class Pace:

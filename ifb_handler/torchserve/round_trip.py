@@ -30,7 +30,7 @@ from ifb_handler.engine.outputs import RequestOutput
 from ifb_handler.torchserve.absence import Absence
 from ifb_handler.torchserve.call import Call
 from ifb_handler.torchserve.conversation import Conversation, Reply
-from ifb_handler.torchserve.inbox import Inbox
+from ifb_handler.torchserve.inbox import Inbox, Urgency
 from ifb_handler.torchserve.pace import MIN_INTERVAL, Pace
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RoundTrip:
         self._pace = Pace(engine.next_opening, engine.on_cpu, min_interval)
         self._max_live = max_live
         self._live: dict[str, Conversation] = {}
-        self._inbox = Inbox(self._is_streaming)
+        self._inbox = Inbox(self._urgency)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="ifb-tokenize")
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="ifb-compile")
         self._num_requests = 0  # of the call that is being answered
@@ -174,16 +174,16 @@ class RoundTrip:
 
     # Between
 
-    def _is_streaming(self, request_id: str) -> bool:
+    def _urgency(self, request_id: str) -> Urgency:
         conversation = self._live.get(owner(request_id))
-        return conversation is not None and conversation.wants_events
+        return Urgency.NONE if conversation is None else conversation.urgency
 
     def collect(self) -> None:
         """Wait for news, unless there is some already, and hand it to the conversations."""
         if not any(conversation.has_news for conversation in self._live.values()):
             self._inbox.wait(self._pace.patience(time.monotonic()))
             if pause := self._pace.pause(time.monotonic()):
-                time.sleep(pause)
+                self._inbox.wait(pause, Urgency.NOW)
         outputs, tokenized = self._inbox.take()
         for request_id, tokens in tokenized:
             self._about(request_id, self._submit_tokenized, tokens)
