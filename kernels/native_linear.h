@@ -5,7 +5,10 @@
 // of x, to sums held in registers (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 
 #include "native_vector.h"
 
@@ -16,6 +19,9 @@ constexpr int kRows = kAccumulators / kVecs;       // rows of x taken together
 constexpr int kDepth = 576;                        // channels at a time: kRows rows of x stay in the first-level cache
 constexpr int kTasksPerThread = 4;
 constexpr int kFewRows = 64;                       // up to here the weights' way from memory counts
+// From here on each thread takes all panels with rows of its own, the same that it normalizes and activates: what a core
+// has written it reads quicker than another's, many times so where the two share no cache.
+constexpr int kOwnRows = 96;
 
 // y[i][0 .. width) = before + sums[i], for `Rows` rows, where `before` is y itself or, at the first channels, the bias
 // (null: zero).
@@ -80,26 +86,47 @@ void multiply_rows(const float* x, int64_t x_stride, const T* panel, int depth, 
                          y + r * y_stride, y_stride, width);
 }
 
+// A thread's tasks, side by side. Each on a cache line of its own.
+struct alignas(64) Run {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+constexpr int kMostRuns = 64;
+
+// Calls f(i) for all i < count. Each thread goes through a run of them, and then helps where others have not come to an
+// end: one that the system has put aside holds up a task, not its share.
+template <typename F>
+void share_out(int64_t count, int threads, F f) {
+  const int num_runs = std::min(threads, kMostRuns);
+  Run runs[kMostRuns];
+  for (int r = 0; r < num_runs; ++r) {
+    runs[r].next.store(count * r / num_runs, std::memory_order_relaxed);
+    runs[r].end = count * (r + 1) / num_runs;
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int r = 0; r < num_runs; ++r) {
+    Run& run = runs[(omp_get_thread_num() + r) % num_runs];
+    for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) f(i);
+  }
+}
+
 // Calls f(panel, first row, end of rows) until all panels have met all rows. A task is one panel and a chunk of the rows:
-// all of them, unless the panels are too few to keep the threads busy.
+// all of them, unless the panels are too few to keep the threads busy or each thread has rows enough of its own.
 template <typename F>
 void for_each_task(int64_t rows, int64_t out, int threads, F f) {
-  const int64_t panels = (out + kPanel - 1) / kPanel;
-  const int64_t chunks_wanted = (threads * kTasksPerThread + panels - 1) / panels;
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  const int64_t chunk = threads == 1 ? rows : (blocks + chunks_wanted - 1) / chunks_wanted * kRows;
-  const int64_t chunks = chunk ? (rows + chunk - 1) / chunk : 0;
-  // With few rows a task is little more than reading its panel: each thread reads a run of them, as its core foresees.
-  if (rows <= kFewRows) {
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t p = 0; p < panels; ++p)
-      for (int64_t c = 0; c < chunks; ++c) f(p, c * chunk, std::min(rows, (c + 1) * chunk));
-    return;
-  }
-  // With many they are dealt as threads become free: one that the system has put aside holds up a task, not its share.
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < panels; ++p)
-    for (int64_t c = 0; c < chunks; ++c) f(p, c * chunk, std::min(rows, (c + 1) * chunk));
+  const int64_t panels = (out + kPanel - 1) / kPanel, blocks = (rows + kRows - 1) / kRows;
+  const int64_t to_be_busy = threads == 1 ? 1 : (threads * kTasksPerThread + panels - 1) / panels;
+  const int64_t wanted = std::max(to_be_busy, std::min<int64_t>(threads, rows / kOwnRows));
+  const int64_t chunk = (blocks + wanted - 1) / wanted * kRows;
+  const int64_t tasks = chunk ? (rows + chunk - 1) / chunk * panels : 0;
+  const auto task = [&](int64_t i) {
+    const int64_t first = i / panels * chunk;
+    f(i % panels, first, std::min(rows, first + chunk));
+  };
+  if (rows > kFewRows) return share_out(tasks, threads, task);
+  // With few rows a task is little more than reading its panel, and help would come too late to be worth its cost.
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < tasks; ++i) task(i);
 }
 
 }  // namespace ifb

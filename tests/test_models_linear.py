@@ -61,8 +61,8 @@ def test_a_packed_linear_lets_its_weight_go(native: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (48, 70), (577, 5), (576, 960), (1536, 576)])
 def test_packed_weights_multiply_at_any_size_and_number_of_rows(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     weight, bias = random_layer(inputs, outputs, dtype)
-    linear, x = PackedLinear(weight, bias), torch.randn(100, inputs).to(dtype)
-    for rows in (0, 1, 7, 8, 9, 64, 100):
+    linear, x = PackedLinear(weight, bias), torch.randn(203, inputs).to(dtype)
+    for rows in (0, 1, 7, 8, 9, 64, 100, 203):
         assert_is_the_product(linear(x[:rows]), x[:rows], weight, bias)
 
 
