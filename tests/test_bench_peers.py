@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_llama import write_tiny_llama
 from typer.testing import CliRunner
@@ -209,3 +211,24 @@ def test_variants_of_ours_are_engine_options() -> None:
     assert subject_named("ours", {}).options == {}
     assert subject_named("ours-bfloat16-http", {"block_size": 32}).options == {"dtype": "bfloat16", "block_size": 32}
     assert subject_named("ours-http", {}).command(Path("x"))[-1] == "http"  # type: ignore[index]
+
+
+def test_a_system_stands_still_while_others_run_and_ends_all_the_same(tmp_path: Path) -> None:
+    ticks = tmp_path / "ticks"
+    code = f"""
+import json, subprocess, sys
+ticker = "import time; file = open({str(ticks)!r}, 'ab', 0)\\nwhile True: file.write(b'x'); time.sleep(0.001)"
+child = subprocess.Popen([sys.executable, "-c", ticker])
+for line in sys.stdin:
+    before = open({str(ticks)!r}, 'ab').tell()
+    while open({str(ticks)!r}, 'ab').tell() < before + 10: pass
+    print(json.dumps({{"child": child.pid}}), flush=True)
+"""
+    with PeerProcess("x", [sys.executable, "-c", code], {}, timeout=60) as process:
+        for _ in range(2):
+            process.start({})
+            stopped_at = ticks.stat().st_size
+            time.sleep(0.1)
+            assert ticks.stat().st_size == stopped_at
+        child = psutil.Process(process._process.pid).children()[0]
+    assert not child.is_running()

@@ -66,8 +66,9 @@ def peers(
 ) -> None:
     """Run the same greedy requests on this engine and on its peers, taking turns so that the machine's drift cancels.
 
-    Each system loads the same weights once, in a process of its own, and warms up; answers are checked for their
-    length and compared with the first system's. A peer without an environment in --venvs is left out and named.
+    Each system loads the same weights once, in a process of its own, and warms up; while one runs, the others stand
+    still. Answers are checked for their length and compared with the first system's. A peer without an environment in
+    --venvs is left out and named.
     """
     if workload not in PEER_WORKLOADS:
         raise UsageError(f"--workload: {workload!r} is not one of {', '.join(PEER_WORKLOADS)}")

@@ -1,4 +1,8 @@
-"""A measured system as a process: its driver script, told what to run a line at a time, watched for memory and time."""
+"""A measured system as a process: its driver script, told what to run a line at a time, watched for memory and time.
+
+While it is not asked for anything it stands still, with all that it started: what an idle system does now and then (a
+queue that is polled, a heartbeat) would be charged to the one whose turn it is.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from typing import Any
 import psutil
 
 from ifb_handler.cli.errors import CliError
-from ifb_handler.cli.process_tree import stop_session
+from ifb_handler.cli.process_tree import resume_session, stop_session, suspend_session
 from ifb_handler.cli.workloads import Job
 
 _LAST_WORDS = 300
@@ -74,6 +78,7 @@ class PeerProcess:
 
     def close(self) -> None:
         """The end of its stdin asks it to end; what has not ended soon is made to."""
+        resume_session(self._process.pid)
         with suppress(BrokenPipeError):
             self._process.stdin.close()  # type: ignore[union-attr]
         with suppress(subprocess.TimeoutExpired):
@@ -110,6 +115,13 @@ class PeerProcess:
         )
 
     def _ask(self, question: Any) -> dict[str, Any]:
+        resume_session(self._process.pid)
+        try:
+            return self._answer(question)
+        finally:
+            suspend_session(self._process.pid)
+
+    def _answer(self, question: Any) -> dict[str, Any]:
         try:
             self._process.stdin.write(json.dumps(question) + "\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""End a process and everything it started, leaving no orphan."""
+"""End a process and everything it started, leaving no orphan; or have them all stand still for a while."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def stop_session(session: int) -> None:
     _, alive = psutil.wait_procs(rest, timeout=_FORCE_SECONDS)
     _each(alive, psutil.Process.kill)
     psutil.wait_procs(alive, timeout=_FORCE_SECONDS)
+
+
+def suspend_session(session: int) -> None:
+    """Its processes take no processor's time, and see no signal but the last one, until `resume_session`."""
+    _each(_session(session), psutil.Process.suspend)
+
+
+def resume_session(session: int) -> None:
+    _each(_session(session), psutil.Process.resume)
 
 
 def _session(session: int) -> list[psutil.Process]:
