@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from tiny_llama import write_tiny_llama
 from typer.testing import CliRunner
 
+from ifb_handler.cli import peer_process
 from ifb_handler.cli.bench import app
 from ifb_handler.cli.errors import CliError, UsageError
 from ifb_handler.cli.peer_figures import check_whole, compared, equal_tokens, run_figures, same_until
@@ -232,3 +234,22 @@ for line in sys.stdin:
             assert ticks.stat().st_size == stopped_at
         child = psutil.Process(process._process.pid).children()[0]
     assert not child.is_running()
+
+
+def test_a_second_interrupt_while_a_system_is_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_process, "_END_SECONDS", 2.0)
+    code = """
+import json, os, signal, sys, time
+print(json.dumps({}), flush=True)
+sys.stdin.read()
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)
+"""
+    process = PeerProcess("x", [sys.executable, "-c", code], {}, timeout=60)
+    process.start({})
+    try:
+        with suppress(KeyboardInterrupt):
+            process.close()
+        assert process._process.returncode is not None
+    finally:
+        process._process.kill()

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from ifb_handler.cli.console import no_second_interrupt
 from ifb_handler.cli.errors import CliError
 from ifb_handler.cli.process_tree import resume_session, stop_session, suspend_session
 from ifb_handler.cli.workloads import Job
@@ -78,14 +79,15 @@ class PeerProcess:
 
     def close(self) -> None:
         """The end of its stdin asks it to end; what has not ended soon is made to."""
-        resume_session(self._process.pid)
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()  # type: ignore[union-attr]
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        stop_session(self._process.pid)
-        self._process.wait()
-        self._log.close()
+        with no_second_interrupt():
+            resume_session(self._process.pid)
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()  # type: ignore[union-attr]
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            stop_session(self._process.pid)
+            self._process.wait()
+            self._log.close()
 
     def start(self, setup: Mapping[str, Any]) -> None:
         """Load the model."""

@@ -6,14 +6,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import IO
 
 import httpx
 
+from ifb_handler.cli.console import no_second_interrupt
 from ifb_handler.cli.errors import CliError
 from ifb_handler.cli.java import Java
 from ifb_handler.cli.ports import Ports
@@ -181,23 +180,9 @@ class TorchServe:
         """End TorchServe and its workers: politely first, then by force. No process that it started is left."""
         if self._process is None:
             return
-        with _no_second_interrupt():
+        with no_second_interrupt():
             stop_session(self._process.pid)
             self._process.wait()
-
-
-@contextmanager
-def _no_second_interrupt() -> Iterator[None]:
-    """A second Ctrl-C while stopping would leave processes behind; stopping takes seconds, and is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _working_folder() -> Path:
