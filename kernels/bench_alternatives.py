@@ -9,8 +9,10 @@ it is timed. The shapes are a layer of SmolLM2-135M in float32. BENCHMARKS.md ha
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -98,14 +100,28 @@ def attended_ms(form: str, cases: list[str], repeat: int) -> dict[str, float]:
 
 
 def ceilings() -> dict[str, float]:
-    """What the machine can do at most: products of large float32 matrices, and reading from memory."""
+    """What the machine can do at most: products of large float32 matrices, reading memory, and from core to core."""
     square, much = torch.randn(3072, 3072), torch.zeros(2**27)
     product_ms = quickest_ms(lambda: square @ square, 5)
     read_ms = quickest_ms(lambda: much.sum(), 5)
-    return {
+    told = {
         "GFLOP/s": round(2 * square.shape[0] ** 3 / product_ms / 1e6, 1),
         "GB/s": round(much.nbytes / read_ms / 1e6, 1),
     }
+    return told if (seconds := handover_seconds()) is None else {**told, "ns from core to core": round(1e9 * seconds)}
+
+
+def handover_seconds() -> float | None:
+    """How long a value is on its way from one core to another, now; None where nobody can tell."""
+    library = native.library()
+    if library is None or len(os.sched_getaffinity(0)) < 2:
+        return None
+    told = []
+    for _ in range(10):  # the least, for others may have wanted a core
+        seconds = ctypes.c_double()
+        library.ifb_handover(ctypes.byref(seconds), 20_000)
+        told.append(seconds.value)
+    return None if math.isnan(told[0]) else min(told)
 
 
 def main() -> None:

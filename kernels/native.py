@@ -39,6 +39,7 @@ _SOURCES = (
     "native_decoder.cpp",
     "native_argmax.cpp",
     "native_q8_0.cpp",
+    "native_handover.cpp",
 )
 _HEADERS = (
     "native_vector.h",
@@ -57,6 +58,7 @@ PAGE_TYPES = {**DATA_TYPES, torch.int8: 3, torch.uint8: 4}  # the last are the c
 
 _POINTER, _INT64, _INT, _FLOAT = c_void_p, c_int64, c_int, c_float
 _SIGNATURES = {
+    "ifb_handover": (_POINTER, _INT64),
     "ifb_paged_attention": (
         *(_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT64),
         *(_INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _INT, _INT, _INT),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from ifb_handler.cli.bench_steps import step_figures
 from ifb_handler.cli.errors import UsageError
 from ifb_handler.cli.workloads import TURNS, WORKLOADS, Job, longest, poisson, turn_of
 from ifb_handler.engine.outputs import StepRecord
-from ifb_kernels.bench_alternatives import attended_ms, operations_ms
+from ifb_kernels import native
+from ifb_kernels.bench_alternatives import attended_ms, handover_seconds, operations_ms
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +281,10 @@ def test_perplexity_is_that_of_the_text_and_float32_agrees_with_itself(model: Pa
     assert int8["float32_perplexity"] == pytest.approx(same["perplexity"], rel=1e-6)
     assert int8["perplexity"] == pytest.approx(same["perplexity"], rel=0.05)
     assert int8["weight_mib"] < same["weight_mib"]
+
+
+def test_the_way_from_core_to_core_is_nanoseconds_long() -> None:
+    if native.library() is None or len(os.sched_getaffinity(0)) < 2:
+        assert handover_seconds() is None
+    else:
+        assert 1e-9 < handover_seconds() < 1e-3
