@@ -250,3 +250,4 @@ def test_routes_say_whether_to_stream_and_the_bare_path_asks_the_body(model: Ser
 def test_info_has_the_limits(model: ServedModel) -> None:
     told = tgi.info(model)
     assert (told["model_id"], told["max_total_tokens"], told["max_input_tokens"]) == ("tiny", 512, 511)
+    assert (told["model_dtype"], told["model_device_type"]) == ("float32", "cpu"), "what `auto` became"

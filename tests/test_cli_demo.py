@@ -83,6 +83,7 @@ def test_the_demo_runs_and_shows_requests_that_join_and_leave_a_running_batch() 
     assert re.search(r"\d+ tokens in [\d.]+ s: [\d.]+ tokens/s, TTFT p50", answer.stdout)
     rows = {line.split()[0]: line for line in answer.stdout.splitlines() if re.match(r"\w+ +[.Pdx ]*P[.Pdx ]*$", line)}
     assert len(rows) == 10
+    assert [name for name in rows if not re.search(rf"\b{name} done", answer.stdout)] == [], "each is seen to leave"
     # Who came later and asks for less joins while the story is told, and leaves before its end.
     assert rows["capital"].index("P") > rows["story"].index("P")
     assert len(rows["capital"].rstrip()) < len(rows["story"].rstrip())

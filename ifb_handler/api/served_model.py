@@ -27,6 +27,7 @@ class ServedModel:
     max_model_len    most tokens of prompt and answer together
     vocab_size       token ids are below it
     config           the engine's options, the limits on requests among them
+    dtype            what it computes in; on a device of `device_type`
     """
 
     name: str
@@ -35,6 +36,8 @@ class ServedModel:
     vocab_size: int
     config: EngineConfig = field(default_factory=EngineConfig)
     aliases: tuple[str, ...] = ()
+    dtype: str = "float32"
+    device_type: str = "cpu"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -46,6 +49,8 @@ class ServedModel:
             vocab_size=engine.vocab_size,
             config=engine.config,
             aliases=tuple(aliases),
+            dtype=engine.dtype,
+            device_type=engine.device_type,
         )
 
     def answers_to(self, name: object) -> bool:

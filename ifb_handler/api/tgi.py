@@ -89,8 +89,8 @@ def info(model: ServedModel) -> dict[str, Any]:
     return {
         "model_id": model.name,
         "model_sha": None,
-        "model_dtype": config.dtype,
-        "model_device_type": config.device,
+        "model_dtype": model.dtype,
+        "model_device_type": model.device_type,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": config.max_num_seqs + config.max_num_waiting,
         "max_best_of": config.max_n,

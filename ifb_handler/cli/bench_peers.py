@@ -19,7 +19,16 @@ from ifb_handler.cli.errors import CliError, UsageError
 from ifb_handler.cli.options import DEFAULT_MODEL, Model, Settings, choose_model
 from ifb_handler.cli.peer_figures import check_whole, compared
 from ifb_handler.cli.peer_process import PeerProcess, PeerRun
-from ifb_handler.cli.peer_subjects import OURS, PEERS, Subject, hf_folder, install, is_installed, subject_named
+from ifb_handler.cli.peer_subjects import (
+    OURS,
+    PEERS,
+    VARIANTS,
+    Subject,
+    hf_folder,
+    install,
+    is_installed,
+    subject_named,
+)
 from ifb_handler.cli.peer_workloads import PEER_WORKLOADS, arriving, warm_up
 from ifb_handler.cli.workloads import Job, longest
 from ifb_handler.models.cache import cache_folder
@@ -34,11 +43,14 @@ _WARM_UP_SEED = 1_000_003
 def peers(
     names: Annotated[
         str,
-        typer.Option("--peers", help=f"With commas between: ours[-VARIANT][-http], {', '.join(PEERS)}."),
+        typer.Option(
+            "--peers",
+            help=f"With commas between: ours[-VARIANT][-http], {', '.join(PEERS)}. VARIANT: {', '.join(VARIANTS)}.",
+        ),
     ] = f"{OURS},{OURS}-http,{','.join(PEERS)}",
     workload: Annotated[str, typer.Option(help=f"One of: {', '.join(PEER_WORKLOADS)}.")] = "mixed",
     arrivals: Annotated[str, typer.Option(help="offline (all at once) or poisson.")] = "offline",
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Poisson arrivals a second.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Arrivals a second, with --arrivals poisson.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Rounds; in each, every system runs the workload once.")] = 3,
     num_requests: Annotated[
         int | None, typer.Option(min=1, help="Requests in all.", show_default="the workload's")

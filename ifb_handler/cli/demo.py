@@ -104,6 +104,9 @@ class DemoRun:
                     await asyncio.wait(asked, timeout=_POLL_SECONDS)
                     await self._look(client)
             await asyncio.gather(*asked)
+            await self._look(client)
+            if not console.is_terminal:
+                self._tell_end()
             self.seconds = max((reply.arrivals[-1] - started for reply in self.replies if reply.arrivals), default=0.0)
 
     async def _join(self, first: asyncio.Task[None], client: httpx.AsyncClient, reply: Reply) -> None:
@@ -132,6 +135,13 @@ class DemoRun:
                 changes.append(f"{self._names.get(request, f'#{i + 1}')} {state.name.lower() if state else 'done'}")
         if changes:
             console.print(f"step {step.number:4d}  {_batch(step)}  {', '.join(changes)}", markup=False)
+
+    def _tell_end(self) -> None:
+        """Nobody ran after the last step, so no step tells who left with it."""
+        left = [request for request, state in self._told.items() if state]
+        if left:
+            names = [f"{self._names.get(request, request)} done" for request in left]
+            console.print(f"after step {self.timeline.last_step}  {', '.join(names)}", markup=False)
 
     @property
     def _names(self) -> dict[str, str]:

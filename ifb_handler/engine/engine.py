@@ -89,7 +89,7 @@ class Engine(PythonAPI):
         self.eos_token_ids = executor.eos_token_ids
         self.weight_bytes = executor.weight_bytes
         self.pool_bytes = executor.pool_bytes
-        self.on_cpu = executor.on_cpu
+        self.device_type, self.dtype = executor.device_type, executor.dtype
         self._core = EngineCore(executor, config)
         self.max_model_len = self._core.max_request_len
         self._check = RequestCheck(self._core, config)

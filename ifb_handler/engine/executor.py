@@ -23,7 +23,8 @@ class Executor(ABC):
                             one length can share pages; None: they never do
     weight_bytes            memory of the weights
     pool_bytes              memory of the pool's pages
-    on_cpu                  it computes on the cores that all else runs on, too
+    device_type             `cpu`: it computes on the cores that all else runs on, too; or `cuda`
+    dtype                   of the hidden states: float32, bfloat16 or float16
     """
 
     num_blocks: int
@@ -35,7 +36,8 @@ class Executor(ABC):
     max_shared_prompt_len: int | None = None
     weight_bytes: int = 0
     pool_bytes: int = 0
-    on_cpu: bool = True
+    device_type: str = "cpu"
+    dtype: str = "float32"
 
     @abstractmethod
     def execute(self, batch: Batch) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ModelExecutor(Executor):
 
     def __init__(self, config: EngineConfig, files: ModelFiles, progress: Progress | None = None) -> None:
         self.device = _device(config.device)
-        self.on_cpu = self.device.type == "cpu"
+        self.device_type = self.device.type
         if config.num_threads is not None:
             cores = os.cpu_count() or 1
             if config.num_threads > cores:
@@ -42,6 +42,7 @@ class ModelExecutor(Executor):
         self.target = self._load(config, files, progress)
         self.model = self.target.model
         self.vocab_size = self.model.config.vocab_size
+        self.dtype = str(self.model.config.dtype).removeprefix("torch.")
         self.eos_token_ids = self.model.eos_token_ids
         self.max_model_len = _max_model_len(config.max_model_len, self.model.config.max_model_len)
         self.max_num_batched_tokens = _DEFAULT_BATCHED_TOKENS[self.device.type]

@@ -68,7 +68,7 @@ class RoundTrip:
         self._model = model
         self._on_finished = on_finished
         self._on_engine_dead = on_engine_dead
-        self._pace = Pace(engine.next_opening, engine.on_cpu, min_interval)
+        self._pace = Pace(engine.next_opening, engine.device_type == "cpu", min_interval)
         self._max_live = max_live
         self._live: dict[str, Conversation] = {}
         self._inbox = Inbox(self._urgency)
