@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ifb_kernels import large_pages, native
+from ifb_kernels import native
 from ifb_kernels.layout import LayerKV, RaggedLayout
 
 
@@ -171,7 +171,7 @@ class DecoderLayers:
             self._page_addresses = (_Pages * len(pages))(*map(_pages, pages))
         size = tokens * self._workspace_floats
         if self._workspace.numel() < size:
-            self._workspace = large_pages.empty_alone((size,), torch.float32)
+            self._workspace = torch.empty(size)
         wanted_layout = layout if wanted is None else layout.only(wanted)
         num_wanted = tokens if wanted is None else len(wanted)
         output = embedded.new_empty(num_wanted, embedded.shape[1])

@@ -36,14 +36,6 @@ def test_a_chunk_is_freed_with_the_last_tensor_in_it(num_bytes: int) -> None:
     assert chunk() is None
 
 
-@pytest.mark.parametrize("num_bytes", [10, 3 * 2**20])
-def test_a_tensor_alone_starts_at_a_large_page_and_shares_no_memory(num_bytes: int) -> None:
-    tensors = [large_pages.empty_alone((num_bytes,), torch.uint8).fill_(i) for i in range(3)]
-    for i, tensor in enumerate(tensors):
-        assert tensor.data_ptr() % (2 * 2**20) == 0
-        assert torch.equal(tensor, torch.full((num_bytes,), i, dtype=torch.uint8))
-
-
 def test_zeros_are_zeros_and_a_copy_is_equal() -> None:
     assert not large_pages.zeros((3, 5), torch.bfloat16).any()
     turned = torch.arange(12).view(3, 4).T
