@@ -133,6 +133,14 @@ def test_with_byte_fallback_too_unless_the_bytes_are_malformed(data: st.DataObje
     assert len(streamed) <= len(whole)
 
 
+def test_a_space_that_begins_a_text_is_dropped_as_a_byte_too_and_only_once() -> None:
+    tokenizer, vocabulary = _tokenizer("llama")
+    space, unknown = tokenizer.token_to_id("<0x20>"), tokenizer.get_vocab_size() + 1
+    (word, *_) = tokenizer.encode("the fox", add_special_tokens=False).ids
+    for ids in ([space], [space, space], [space, word], [unknown, space, word], [word, space], [space] * 12):
+        assert "".join(_stream(vocabulary, ids)) == tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("kind", BUILDERS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())

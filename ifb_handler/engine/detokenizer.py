@@ -99,6 +99,8 @@ class Detokenizer:
         if token_bytes is not None:
             text = self._utf8.decode(token_bytes)
             if not self._vocabulary.byte_level:
+                if text == " " and not self._context_text:  # a text may lose the space that it begins with
+                    text = self._vocabulary.decode([*self._context, token_id])
                 self._stand_after(token_id)
             return text
         cut_short = self._utf8.decode(b"", final=True)
