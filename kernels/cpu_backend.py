@@ -18,7 +18,7 @@ from ifb_kernels.native import DATA_TYPES, PAGE_TYPES
 
 
 class CpuBackend(AttentionBackend):
-    """The C++ kernel. Uses torch's own OpenMP threads, `torch.get_num_threads()` of them."""
+    """The C++ kernel, on `torch.get_num_threads()` threads of the native library (`native_threads.h`)."""
 
     name = "cpu"
 

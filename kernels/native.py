@@ -40,6 +40,7 @@ _SOURCES = (
     "native_argmax.cpp",
     "native_q8_0.cpp",
     "native_handover.cpp",
+    "native_threads.cpp",
 )
 _HEADERS = (
     "native_vector.h",
@@ -48,8 +49,9 @@ _HEADERS = (
     "native_multiply.h",
     "native_softmax.h",
     "native_operations.h",
+    "native_threads.h",
 )
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC")
 _BUILD_TIMEOUT_SECONDS = 300
 
 # DataType in native_vector.h.
@@ -174,16 +176,8 @@ def _build(compiler: list[str], target: Path) -> None:
         for source, compiled in zip(sources, objects, strict=True):
             _run([*compiler, *_FLAGS, "-c", source, "-o", compiled])
         linked = os.path.join(scratch, "linked.so")
-        # Linked without -fopenmp, so that OpenMP's functions are found in the runtime that torch has already loaded: a
-        # second one would bring threads of its own, which fight with torch's for the cores.
-        _run([*compiler, "-shared", *objects, "-o", linked])
-        try:
-            _load(Path(linked))
-        except NativeBuildError:
-            logger.info("torch's OpenMP runtime does not serve the native kernels; they are linked to the compiler's")
-            linked = os.path.join(scratch, "linked-openmp.so")
-            _run([*compiler, "-shared", "-fopenmp", *objects, "-o", linked])
-            _load(Path(linked))
+        _run([*compiler, *_FLAGS, "-shared", *objects, "-o", linked])
+        _load(Path(linked))
         os.replace(linked, target)
     logger.info("native CPU kernels compiled in %.1f s", time.monotonic() - started)
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "native_threads.h"
 #include "native_vector.h"
 
 namespace ifb {
@@ -43,6 +44,7 @@ int64_t finite_argmax(const float* row, int64_t size) {
 
 extern "C" void ifb_finite_argmax(int64_t* chosen, const float* values, int64_t stride, int64_t rows, int64_t size,
                                   int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && rows > 1 && rows * size >= ifb::kWorthThreads)
-  for (int64_t row = 0; row < rows; ++row) chosen[row] = ifb::finite_argmax(values + row * stride, size);
+  ifb::share_out(rows, rows * size >= ifb::kWorthThreads ? threads : 1, [&](int64_t row) {
+    chosen[row] = ifb::finite_argmax(values + row * stride, size);
+  });
 }

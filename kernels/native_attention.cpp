@@ -13,8 +13,6 @@
 // exponentials, weighted values); spans are merged in order. One thread may walk all spans of its rows, or several
 // threads take a span each (FlashDecoding): the arithmetic, and so every bit of the result, is the same.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -22,6 +20,7 @@
 
 #include "native_multiply.h"
 #include "native_softmax.h"
+#include "native_threads.h"
 
 namespace ifb {
 namespace {
@@ -342,10 +341,17 @@ struct Plan {
   }
 };
 
-void run_task(const Problem& p, Plan& plan, const Task& task, Workspace& work) {
+// A thread's own, kept from call to call.
+Workspace& workspace(const Problem& p, int rows) {
+  static thread_local Workspace work;
+  work.prepare(p, rows);
+  return work;
+}
+
+void run_task(const Problem& p, Plan& plan, const Task& task) {
   const Unit& unit = plan.units[task.unit];
   const int rows = unit.num_tokens * p.group(), padded = p.padded_dim();
-  work.prepare(p, rows);
+  Workspace& work = workspace(p, rows);
   load_queries(p, unit, work);
   for (int span = task.first_span; span < task.end_span; ++span) attend_span(p, unit, span, work);
   if (unit.partials < 0) return write_output(p, unit, work);
@@ -357,9 +363,9 @@ void run_task(const Problem& p, Plan& plan, const Task& task, Workspace& work) {
   }
 }
 
-void merge_spans(const Problem& p, const Plan& plan, const Unit& unit, Workspace& work) {
+void merge_spans(const Problem& p, const Plan& plan, const Unit& unit) {
   const int rows = unit.num_tokens * p.group(), padded = p.padded_dim();
-  work.prepare(p, rows);
+  Workspace& work = workspace(p, rows);
   const float* partial = plan.partials.data() + unit.partials;
   for (int span = unit.first_span; span < unit.end_span; ++span)
     for (int i = 0; i < rows; ++i, partial += Plan::row_floats(p)) {
@@ -386,20 +392,16 @@ extern "C" void ifb_paged_attention(void* output, const void* queries, int64_t q
                   num_rows, num_heads, num_kv_heads, head_dim, block_size, window, scale,
                   DataType(query_type), DataType(page_type)};
   static thread_local Plan own_plan;
-  Plan& plan = own_plan;  // the calling thread's, also inside the parallel region
+  Plan& plan = own_plan;  // the calling thread's, also where helpers see it
   plan.build(p, threads);
   const int num_tasks = int(plan.tasks.size()), num_split = int(plan.split.size());
   // A prefill's tasks, which are long, are bound by arithmetic, and those of decode rows by memory: half the threads
   // begin at the short end, so that the two run side by side.
   std::atomic<int> num_taken{0}, num_from_the_front{0}, num_from_the_back{0};
-#pragma omp parallel num_threads(threads) if (threads > 1 && num_tasks > 1)
-  {
-    static thread_local Workspace work;
-    const bool from_the_back = omp_get_thread_num() % 2;
+  with_helpers(std::min(threads, num_tasks), [&](int thread) {
+    const bool from_the_back = thread % 2;
     while (num_taken++ < num_tasks)
-      run_task(p, plan, plan.tasks[from_the_back ? num_tasks - ++num_from_the_back : num_from_the_front++], work);
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-    for (int s = 0; s < num_split; ++s) merge_spans(p, plan, plan.units[plan.split[s]], work);
-  }
+      run_task(p, plan, plan.tasks[from_the_back ? num_tasks - ++num_from_the_back : num_from_the_front++]);
+  });
+  share_out(num_split, threads, [&](int64_t s) { merge_spans(p, plan, plan.units[plan.split[s]]); });
 }

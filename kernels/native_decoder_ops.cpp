@@ -1,6 +1,7 @@
 // The element-wise operations of a Llama decoder layer, each in one pass over memory. Float32 arithmetic throughout.
 // Signatures and meaning: rms_norm.py, rotary_embedding.py, silu_and_mul.py.
 
+#include "native_threads.h"
 #include "native_vector.h"
 
 namespace ifb {
@@ -14,8 +15,7 @@ void rms_norm(T* normed, T* residual, const T* x, int64_t stride, const T* weigh
               int64_t size, float eps, int threads) {
   const int64_t whole = size / kLanes * kLanes;
   const int rest = int(size - whole);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && outer * inner * size >= kWorthThreads)
-  for (int64_t row = 0; row < outer * inner; ++row) {
+  share_out(outer * inner, outer * inner * size >= kWorthThreads ? threads : 1, [&](int64_t row) {
     const T* source = x + row / inner * stride + row % inner * size;
     if (residual) {
       T* sum = residual + row * size;
@@ -33,7 +33,7 @@ void rms_norm(T* normed, T* residual, const T* x, int64_t stride, const T* weigh
     if (rest)
       store_some(target + whole,
                  rounded_to<T>(load_some(source + whole, rest) * inverse) * load_some(weight + whole, rest), rest);
-  }
+  });
 }
 
 template <typename T>
@@ -61,13 +61,12 @@ void rotary_embedding(T* q, int64_t q_stride, int num_heads, T* k, int64_t k_str
                       const float* cos, const float* sin, const int64_t* positions, int64_t num_tokens, int head_dim,
                       int half, int threads) {
   const int64_t values = num_tokens * (num_heads + num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && values >= kWorthThreads)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  share_out(num_tokens, values >= kWorthThreads ? threads : 1, [&](int64_t token) {
     const float* token_cos = cos + positions[token] * half;
     const float* token_sin = sin + positions[token] * half;
     rotate_heads(q + token * q_stride, num_heads, head_dim, token_cos, token_sin, half);
     rotate_heads(k + token * k_stride, num_kv_heads, head_dim, token_cos, token_sin, half);
-  }
+  });
 }
 
 inline Vec silu(Vec x) {
@@ -77,8 +76,7 @@ inline Vec silu(Vec x) {
 
 template <typename T>
 void silu_and_mul(T* output, const T* gate_up, int64_t stride, int64_t num_tokens, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && num_tokens * size >= kWorthThreads)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  share_out(num_tokens, num_tokens * size >= kWorthThreads ? threads : 1, [&](int64_t token) {
     const T* gate = gate_up + token * stride;
     const T* up = gate + size;
     T* target = output + token * size;
@@ -86,7 +84,7 @@ void silu_and_mul(T* output, const T* gate_up, int64_t stride, int64_t num_token
     for (; i + kLanes <= size; i += kLanes) store(target + i, silu(load(gate + i)) * load(up + i));
     const int rest = int(size - i);
     if (rest) store_some(target + i, silu(load_some(gate + i, rest)) * load_some(up + i, rest), rest);
-  }
+  });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "native_threads.h"
 #include "native_vector.h"
 
 namespace ifb {
@@ -95,10 +96,10 @@ void write_batch(const Write& w, int first, int last, int head) {
 template <typename Source, typename Page>
 void write_all(const Write& w, int threads) {
   const int batches = (w.num_tokens + kBatch - 1) / kBatch;
-#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1 && w.num_tokens * w.num_kv_heads >= 2 * kBatch)
-  for (int batch = 0; batch < batches; ++batch)
-    for (int head = 0; head < w.num_kv_heads; ++head)
-      write_batch<Source, Page>(w, batch * kBatch, std::min(w.num_tokens, (batch + 1) * kBatch), head);
+  share_out(batches * w.num_kv_heads, w.num_tokens * w.num_kv_heads >= 2 * kBatch ? threads : 1, [&](int64_t i) {
+    const int first = int(i) / w.num_kv_heads * kBatch;
+    write_batch<Source, Page>(w, first, std::min(w.num_tokens, first + kBatch), int(i) % w.num_kv_heads);
+  });
 }
 
 template <typename Source>

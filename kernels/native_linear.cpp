@@ -29,13 +29,13 @@ void linear(float* y, const float* x, int64_t x_stride, const T* packed, const f
 template <typename T>
 void pack(T* packed, const T* weight, int64_t stride, int64_t out, int64_t in, int threads) {
   const int64_t panels = (out + kPanel - 1) / kPanel;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < panels; ++p)
+  share_out(panels, threads, [&](int64_t p) {
     for (int64_t d = 0; d < in; ++d)
       for (int64_t j = 0; j < kPanel; ++j) {
         const int64_t output = p * kPanel + j;
         packed[(p * in + d) * kPanel + j] = output < out ? weight[output * stride + d] : T{};
       }
+  });
 }
 
 }  // namespace

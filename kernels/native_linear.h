@@ -5,11 +5,9 @@
 // of x, to sums held in registers (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
 
+#include "native_threads.h"
 #include "native_vector.h"
 
 namespace ifb {
@@ -18,7 +16,6 @@ constexpr int kVecs = 3, kPanel = kVecs * kLanes;  // outputs in a panel
 constexpr int kRows = kAccumulators / kVecs;       // rows of x taken together
 constexpr int kDepth = 576;                        // channels at a time: kRows rows of x stay in the first-level cache
 constexpr int kTasksPerThread = 4;
-constexpr int kFewRows = 64;                       // up to here the weights' way from memory counts
 // From here on each thread takes all panels with rows of its own, the same that it normalizes and activates: what a core
 // has written it reads quicker than another's, many times so where the two share no cache.
 constexpr int kOwnRows = 96;
@@ -86,30 +83,6 @@ void multiply_rows(const float* x, int64_t x_stride, const T* panel, int depth, 
                          y + r * y_stride, y_stride, width);
 }
 
-// A thread's tasks, side by side. Each on a cache line of its own.
-struct alignas(64) Run {
-  std::atomic<int64_t> next;
-  int64_t end;
-};
-constexpr int kMostRuns = 64;
-
-// Calls f(i) for all i < count. Each thread goes through a run of them, and then helps where others have not come to an
-// end: one that the system has put aside holds up a task, not its share.
-template <typename F>
-void share_out(int64_t count, int threads, F f) {
-  const int num_runs = std::min(threads, kMostRuns);
-  Run runs[kMostRuns];
-  for (int r = 0; r < num_runs; ++r) {
-    runs[r].next.store(count * r / num_runs, std::memory_order_relaxed);
-    runs[r].end = count * (r + 1) / num_runs;
-  }
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int r = 0; r < num_runs; ++r) {
-    Run& run = runs[(omp_get_thread_num() + r) % num_runs];
-    for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) f(i);
-  }
-}
-
 // Calls f(panel, first row, end of rows) until all panels have met all rows. A task is one panel and a chunk of the rows:
 // all of them, unless the panels are too few to keep the threads busy or each thread has rows enough of its own.
 template <typename F>
@@ -123,10 +96,7 @@ void for_each_task(int64_t rows, int64_t out, int threads, F f) {
     const int64_t first = i / panels * chunk;
     f(i % panels, first, std::min(rows, first + chunk));
   };
-  if (rows > kFewRows) return share_out(tasks, threads, task);
-  // With few rows a task is little more than reading its panel, and help would come too late to be worth its cost.
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < tasks; ++i) task(i);
+  share_out(tasks, threads, task);
 }
 
 }  // namespace ifb

@@ -146,13 +146,11 @@ void linear(const Int8Weights& w, float* y, const float* x, int64_t x_stride, in
   if (int64_t(codes.size()) < rows * blocks_in * kBlock) codes.resize(rows * blocks_in * kBlock);
   if (int64_t(scales.size()) < rows) scales.resize(rows), starts.resize(rows);
   const Rows quantized{codes.data(), scales.data(), starts.data()};
-#pragma omp parallel num_threads(threads) if (threads > 1 && rows * w.in >= kWorthThreads)
-  {
+  share_out(rows, rows * w.in >= kWorthThreads ? threads : 1, [&](int64_t r) {
     thread_local std::vector<float> rotated;
     if (int64_t(rotated.size()) < blocks_in * kBlock) rotated.resize(blocks_in * kBlock);
-#pragma omp for
-    for (int64_t r = 0; r < rows; ++r) quantize_row(x + r * x_stride, w.in, blocks_in, rotated.data(), quantized, r);
-  }
+    quantize_row(x + r * x_stride, w.in, blocks_in, rotated.data(), quantized, r);
+  });
 
   for_each_task(rows, w.out, threads, [&](int64_t p, int64_t first, int64_t end) {
     const int width = int(std::min<int64_t>(kPanel, w.out - p * kPanel));
@@ -167,8 +165,7 @@ void linear(const Int8Weights& w, float* y, const float* x, int64_t x_stride, in
 // `in` is whole blocks.
 void pack(PackedCode* packed, const int8_t* codes, int64_t out, int64_t in, int threads) {
   const int64_t panels = (out + kPanel - 1) / kPanel, groups = in / kGroup;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < panels; ++p)
+  share_out(panels, threads, [&](int64_t p) {
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t j = 0; j < kPanel; ++j)
         for (int64_t k = 0; k < kGroup; ++k) {
@@ -176,6 +173,7 @@ void pack(PackedCode* packed, const int8_t* codes, int64_t out, int64_t in, int 
           const int code = output < out ? codes[output * in + g * kGroup + k] : 0;
           packed[((p * groups + g) * kPanel + j) * kGroup + k] = PackedCode(code + kShift);
         }
+  });
 }
 
 }  // namespace

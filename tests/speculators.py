@@ -1,14 +1,28 @@
-"""Proposers that know the answers, or that never do, and a speculator that tries whatever they say."""
+"""Proposers that know the answers, or never do; a speculator that tries whatever they say; a core to run them in."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from recall_executor import VOCAB_SIZE, RecallExecutor, expected_answer
+
+from ifb_handler.engine.config import EngineConfig
 from ifb_handler.engine.core import EngineCore
+from ifb_handler.engine.detokenizer import Detokenizer, Vocabulary
+from ifb_handler.engine.kv_pool import KVPool
+from ifb_handler.engine.ngram_proposer import NgramProposer
+from ifb_handler.engine.outputs import RequestOutput
 from ifb_handler.engine.proposer import Proposer
-from ifb_handler.engine.request import Request
+from ifb_handler.engine.request import GenerationRequest, Request
+from ifb_handler.engine.sampling_params import SamplingParams
 from ifb_handler.engine.speculation import Speculator
+from ifb_handler.engine.stopping import OutputAssembler
+
+PROMPT = [5, 6, 7]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=25)
 
 
 class KnowingProposer(Proposer):
@@ -53,3 +67,42 @@ class EagerSpeculator(Speculator):
 def speculate(core: EngineCore, proposer: Proposer, most: int = 5) -> Speculator:
     core.speculator = EagerSpeculator(proposer, most, core.pool)
     return core.speculator
+
+
+def knowing(prompt: Sequence[int] = PROMPT, wrong: float = 0.0) -> KnowingProposer:
+    return KnowingProposer(lambda request: expected_answer(prompt, 60), VOCAB_SIZE, wrong)
+
+
+def make_core(executor: Any = None, **options: Any) -> EngineCore:
+    return EngineCore(executor or RecallExecutor(200), EngineConfig(max_num_seqs=8, **options))
+
+
+def make_request(request_id: str, prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()) -> Request:
+    text = OutputAssembler(params, eos, params.max_tokens, Detokenizer(Vocabulary(None)))
+    return Request(GenerationRequest(request_id, list(prompt), params), int(request_id), params.seed or 0, text)
+
+
+def run(core: EngineCore, *requests: Request) -> tuple[dict[str, list[RequestOutput]], int]:
+    """-> the outputs by request, and the number of steps"""
+    for request in requests:
+        core.add(request)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    steps = 0
+    while core.has_work:
+        for output in core.step().outputs:
+            outputs[output.request_id].append(output)
+        core.check()
+        steps += 1
+    return outputs, steps
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def deciding(per_token: float, fixed: float = 1.0, sizes: Sequence[int] = (1, 5, 9)) -> Speculator:
+    """A speculator that has seen what steps take."""
+    speculator = Speculator(NgramProposer(2, 4), 8, KVPool(100, 16, 8, 512))
+    for size in itertools.islice(itertools.cycle(sizes), 60):
+        speculator.observe(size, fixed + per_token * size)
+    return speculator

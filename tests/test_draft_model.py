@@ -9,9 +9,8 @@ import pytest
 import torch
 from greedy_oracle import load_folder, make_cases
 from recall_executor import VOCAB_SIZE, RecallExecutor, SpreadExecutor
-from speculators import EagerSpeculator, KnowingProposer, speculate
+from speculators import EagerSpeculator, KnowingProposer, deciding, make_core, make_request, run, speculate, tokens
 from test_exactness import BLOCK_SIZE, run_at_random, tiny
-from test_speculation import deciding, make_core, make_request, run, tokens
 from tiny_llama import write_tiny_llama
 
 from ifb_handler.engine.config import EngineConfig

@@ -1,4 +1,4 @@
-"""The native library builds itself once, shares torch's OpenMP runtime, and can be done without."""
+"""The native library builds itself once, and can be done without."""
 
 from __future__ import annotations
 
@@ -56,19 +56,6 @@ def test_without_a_working_compiler_plain_torch_takes_over_and_says_so(tmp_path:
     assert log.count("native CPU kernels are not available, plain torch takes their place") == 1
     assert compiler in log
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_kernels_run_on_torchs_own_openmp_threads(tmp_path: Path) -> None:
-    script = BUILD + (
-        "lines = open('/proc/self/maps').read().splitlines()\n"
-        "print(*{line.split()[-1] for line in lines if 'omp' in line.rpartition('/')[2]}, sep='\\n')\n"
-    )
-    process = start(script, native.cache_dir(), OMP_NUM_THREADS="2")
-    output, log = process.communicate(timeout=300)
-    assert process.returncode == 0, log
-    name, *runtimes = output.splitlines()
-    assert name == "backend: cpu"
-    assert len(runtimes) == 1, f"more than one OpenMP runtime is loaded: {runtimes}"
 
 
 def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
