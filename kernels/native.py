@@ -38,6 +38,7 @@ _SOURCES = (
     "native_linear_grouped.cpp",
     "native_decoder.cpp",
     "native_argmax.cpp",
+    "native_draw.cpp",
     "native_q8_0.cpp",
     "native_handover.cpp",
     "native_threads.cpp",
@@ -82,6 +83,10 @@ _SIGNATURES = {
     "ifb_linear_grouped": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT),
     "ifb_decoder_layers": (_POINTER, _POINTER),
     "ifb_finite_argmax": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT),
+    "ifb_draw_tokens": (
+        *(_POINTER, _POINTER, _INT64, _INT64, _POINTER, _INT64),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+    ),
     "ifb_widen_q8_0": (_POINTER, _POINTER, _INT64),
     "ifb_silu_and_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT, _INT),
 }

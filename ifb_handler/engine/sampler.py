@@ -21,6 +21,7 @@ import torch
 
 from ifb_handler.engine.logit_edits import LogitEdits, Masks
 from ifb_handler.engine.sampling_params import SamplingParams
+from ifb_kernels.draw_tokens import draw_tokens
 from ifb_kernels.finite_argmax import finite_argmax
 
 INVALID_TOKEN = -1  # as `finite_argmax` has it
@@ -86,14 +87,30 @@ class Sampler:
         chosen = finite_argmax(logits)
         random_rows = np.flatnonzero(~state.greedy[slots])
         if random_rows.size:
-            chunk = max(1, _CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-            uniforms = uniform(state.seed[slots], positions)
-            for start in range(0, random_rows.size, chunk):
-                rows = random_rows[start : start + chunk]
-                at = _to_device(rows, logits)
-                drawn = self._draw(logits[at], slots[rows], uniforms[rows])
-                chosen[at] = torch.where(chosen[at] == INVALID_TOKEN, INVALID_TOKEN, drawn)
+            uniforms = uniform(state.seed[slots[random_rows]], positions[random_rows])
+            if not self._draw_natively(chosen, logits, random_rows, slots[random_rows], uniforms):
+                self._draw_all(chosen, logits, random_rows, slots[random_rows], uniforms)
         return chosen
+
+    def _draw_natively(
+        self, chosen: torch.Tensor, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, uniforms: np.ndarray
+    ) -> bool:
+        state = self.state
+        return draw_tokens(
+            chosen, logits, rows, temperature=state.temperature[slots], top_k=state.top_k[slots],
+            top_p=state.top_p[slots], min_p=state.min_p[slots], uniforms=uniforms,
+        )  # fmt: skip
+
+    def _draw_all(
+        self, chosen: torch.Tensor, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, uniforms: np.ndarray
+    ) -> None:
+        """What `draw_tokens` does, on any device."""
+        chunk = max(1, _CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
+        for start in range(0, rows.size, chunk):
+            part = slice(start, start + chunk)
+            at = _to_device(rows[part], logits)
+            drawn = self._draw(logits[at], slots[part], uniforms[part])
+            chosen[at] = torch.where(chosen[at] == INVALID_TOKEN, INVALID_TOKEN, drawn)
 
     def _draw(self, logits: torch.Tensor, slots: np.ndarray, uniforms: np.ndarray) -> torch.Tensor:
         chosen = torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
