@@ -191,6 +191,17 @@ def test_throughput_runs_a_workload_on_the_engine(model: Path, tmp_path: Path) -
     assert 0 <= figures["accepted_tokens"] <= figures["draft_tokens"]
 
 
+def test_throughput_may_be_of_sampled_answers(model: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    arguments = ["throughput", "--model", str(model), "--workload", "exponential", "--num-requests", "3"]
+    arguments += ["--temperature", "0.8", "--top-p", "0.9", "--json", str(told)]
+    answer = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    figures = json.loads(told.read_text())
+    assert (figures["temperature"], figures["top_p"]) == (0.8, 0.9)
+    assert figures["output_tokens"] == sum(job.num_output_tokens for job in WORKLOADS["exponential"].make(3, 0))
+
+
 def test_steps_are_told_apart_by_their_decode_rows_or_their_prompt_tokens() -> None:
     def record(prompt_tokens: list[int], num_decode: int) -> StepRecord:
         prefill = tuple((f"p{i}", count) for i, count in enumerate(prompt_tokens))

@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from ifb_handler.cli.workloads import OFFLINE, WORKLOADS, Job
 if TYPE_CHECKING:
     from ifb_handler.engine.engine import Engine
     from ifb_handler.engine.outputs import RequestOutput, StepRecord
+    from ifb_handler.engine.sampling_params import SamplingParams
 
 
 def throughput(
@@ -33,12 +35,15 @@ def throughput(
     quantization: Annotated[str | None, typer.Option(help="int8, int8_weight_only or int4_weight_only.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Times to run the workload; the median run is reported.")] = 1,
     seed: Annotated[int, typer.Option(help="Seeds the workload.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of a temperature above 0.")] = 1.0,
     steps: Annotated[bool, typer.Option("--steps", help="Show where the time of each kind of step goes.")] = False,
     settings: Settings = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Run a workload offline, all requests at once, greedy and with end-of-sequence ignored, on the engine alone."""
+    """Run a workload offline, all requests at once and with end-of-sequence ignored, on the engine alone."""
     from ifb_handler.engine.engine import Engine
+    from ifb_handler.engine.sampling_params import SamplingParams
 
     if workload not in OFFLINE:
         raise UsageError(f"--workload: {workload!r} is not one of {', '.join(OFFLINE)}")
@@ -52,8 +57,10 @@ def throughput(
     choice = choose_model(model, settings, **named)
     with Engine(choice.model, **choice.options) as engine:
         warm = Job(jobs[0].prompt_token_ids[:16], 4)
-        _run(engine, [warm], "warm-up")
-        measured = sorted((_run(engine, jobs, f"run {i}") for i in range(runs)), key=lambda r: r["output_tokens_per_s"])
+        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, ignore_eos=True)
+        _run(engine, [warm], params, "warm-up")
+        measured = [_run(engine, jobs, params, f"run {i}") for i in range(runs)]
+        measured.sort(key=lambda run: run["output_tokens_per_s"])
         figures = measured[len(measured) // 2]
         figures = {
             "workload": workload,
@@ -62,6 +69,8 @@ def throughput(
             "max_num_seqs": max_num_seqs,
             "quantization": quantization,
             "seed": seed,
+            "temperature": temperature,
+            "top_p": top_p,
             "runs_output_tokens_per_s": [round(r["output_tokens_per_s"], 2) for r in measured],
             **figures,
             "memory": _memory(engine),
@@ -74,17 +83,16 @@ def throughput(
         show_kinds(figures["steps"])
 
 
-def _run(engine: Engine, jobs: list[Job], salt: str) -> dict[str, Any]:
+def _run(engine: Engine, jobs: list[Job], sampling: SamplingParams, salt: str) -> dict[str, Any]:
     """`salt` keeps what an earlier run has left in the prefix cache from this one."""
     from ifb_handler.engine.mailbox import Mailbox
     from ifb_handler.engine.request import GenerationRequest
-    from ifb_handler.engine.sampling_params import SamplingParams
 
     last_step = max((record.step for record in engine.steps()), default=-1)
     mailbox = Mailbox()
     started = time.monotonic()
     for i, job in enumerate(jobs):
-        params = SamplingParams(temperature=0.0, max_tokens=job.num_output_tokens, ignore_eos=True)
+        params = replace(sampling, max_tokens=job.num_output_tokens)
         prompt = [token % engine.vocab_size for token in job.prompt_token_ids]
         engine.submit(GenerationRequest(f"bench-{i}", prompt, params, cache_salt=salt), mailbox)
     before = engine.stats()
