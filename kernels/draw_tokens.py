@@ -28,8 +28,8 @@ def draw_tokens(
     top_k         int64 [R], at least 1; V or more: off
 
     The filters come in the order of their arguments, as in Hugging Face's `generate`. The token is the first whose
-    weight, with those of the kept tokens before it, exceeds `uniforms` times all of them: in the order of their ids or,
-    under top_k or top_p, of falling logits. The same row draws the same token among any others.
+    weight, with those of the kept tokens before it, exceeds `uniforms` times all of them (to float32's rounding), in
+    the order of their ids or, under top_k or top_p, of falling logits. A row draws the same token among any others.
     """
     library = native.library_for(logits)
     if library is None or logits.dtype != torch.float32 or logits.stride(1) != 1:

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <climits>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -13,8 +14,9 @@
 namespace ifb {
 namespace {
 
-// Some hundred microseconds: they bridge the gaps between a step's jobs; a thread that sleeps takes some fifty to wake.
-constexpr int kSpins = 10000;
+// Some fifty microseconds, about what a thread that sleeps takes to wake: they bridge the gaps between a step's jobs. With
+// more, torch's own operations, which have threads of their own, find the cores taken where they come between.
+constexpr int kSpins = 2000;
 // A helper that is not done by then has been put aside, perhaps for the caller's sake.
 constexpr int kSpinsAtTheEnd = 2000;
 
@@ -22,7 +24,7 @@ inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  asm volatile("isb");  // takes as long as x86's pause; `yield` is over at once
 #endif
 }
 
@@ -49,23 +51,27 @@ class Team {
   static constexpr int kClosed = 1 << 30, kAwaited = 1 << 29;
 
   void hire(int num_helpers) {
+    num_helpers = std::min(num_helpers, most_helpers_);
     if (num_helpers <= num_helpers_) return;
     // Signals are for the threads that know what to do with them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      for (; num_helpers_ < num_helpers; ++num_helpers_)
-        std::thread([this, thread = num_helpers_ + 1, seen = jobs_.load()] { help(thread, seen); }).detach();
-    } catch (const std::system_error&) {  // a limit on threads: those there are will do
+      for (; num_helpers_ < num_helpers; ++num_helpers_) {
+        std::thread helper([this, thread = num_helpers_ + 1, seen = jobs_.load()] { help(thread, seen); });
+#if defined(__linux__)
+        pthread_setname_np(helper.native_handle(), "ifb-helper");  // for top -H
+#endif
+        helper.detach();
+      }
+    } catch (const std::system_error&) {  // a limit on threads: those there are will do from now on
+      most_helpers_ = num_helpers_;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   [[noreturn]] void help(int thread, uint32_t seen) {
-#if defined(__linux__)
-    pthread_setname_np(pthread_self(), "ifb-helper");  // for top -H
-#endif
     for (;;) {
       seen = another_job(seen);
       if (!enter()) continue;
@@ -106,7 +112,7 @@ class Team {
   }
 
   std::mutex caller_;  // held by the one whose job it is
-  int num_helpers_ = 0;
+  int num_helpers_ = 0, most_helpers_ = INT_MAX;
   void (*body_)(void*, int) = nullptr;
   void* context_ = nullptr;
   int threads_ = 0;

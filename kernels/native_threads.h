@@ -3,7 +3,7 @@
 // Nobody is waited for who has not begun. The barriers of an OpenMP region wait for every thread of its team, and a step
 // has some 150 of them: where another process wants one of the cores, each waits until the system runs the thread that
 // it has put aside, for milliseconds. Here the caller does what a late helper has not taken, and the helper comes to the
-// next job; a step takes at worst as long as the caller's core needs for it alone.
+// next job; one that is put aside within a task holds up that task.
 #pragma once
 
 #include <algorithm>

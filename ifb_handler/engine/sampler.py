@@ -6,9 +6,9 @@ where min_p and top_p are both given, as top_p then measures what min_p left.)
 
 Draws are counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the uniform number of a
 request's i-th token is a hash of (seed, i), so neither neighbours nor preemption can change it. The hash is SplitMix64
-(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Probabilities are summed as
-integers: integer sums are exact in whatever order a device adds them, so a row's draw is the same in every batch, and a
-token of weight zero can not be drawn.
+(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A row's draw is the same in every
+batch, and a token of weight zero can not be drawn: the native kernel (`draw_tokens.py`) adds a row's probabilities in
+one order; plain torch adds them as integers, whose sums are exact in whatever order a device takes.
 """
 
 from __future__ import annotations
