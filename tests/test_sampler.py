@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sampling_filters import FILTERS
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -55,28 +56,7 @@ def _oracle(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7},
-        {"temperature": 2.0},
-        {"top_k": 1},
-        {"top_k": 50},
-        {"top_k": 300},
-        {"top_k": 4999},
-        {"top_k": 100_000},
-        {"top_p": 0.9},
-        {"top_p": 0.999},
-        {"top_p": 0.01},
-        {"min_p": 0.05},
-        {"min_p": 1.0},
-        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
-        {"temperature": 1.5, "top_p": 0.8, "min_p": 0.1},
-        {"temperature": 1.3, "top_k": 2000, "top_p": 0.6},
-        {"top_k": 500, "min_p": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_what_is_kept_and_how_likely_it_is_agrees_with_transformers(params: dict, spread: float) -> None:
     logits, params = _logits(12, spread=spread), SamplingParams(**params)
     found, expected = _probabilities(logits, params), _oracle(logits, params)

@@ -57,7 +57,7 @@ def throughput(
     choice = choose_model(model, settings, **named)
     with Engine(choice.model, **choice.options) as engine:
         warm = Job(jobs[0].prompt_token_ids[:16], 4)
-        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=True)
         _run(engine, [warm], params, "warm-up")
         measured = [_run(engine, jobs, params, f"run {i}") for i in range(runs)]
         measured.sort(key=lambda run: run["output_tokens_per_s"])
@@ -92,7 +92,7 @@ def _run(engine: Engine, jobs: list[Job], sampling: SamplingParams, salt: str) -
     mailbox = Mailbox()
     started = time.monotonic()
     for i, job in enumerate(jobs):
-        params = replace(sampling, max_tokens=job.num_output_tokens)
+        params = replace(sampling, max_tokens=job.num_output_tokens, seed=i)
         prompt = [token % engine.vocab_size for token in job.prompt_token_ids]
         engine.submit(GenerationRequest(f"bench-{i}", prompt, params, cache_salt=salt), mailbox)
     before = engine.stats()
